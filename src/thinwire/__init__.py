@@ -1,0 +1,1 @@
+"""Train over a thin wire: data-parallel PyTorch with compressed communication."""

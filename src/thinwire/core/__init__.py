@@ -1,0 +1,1 @@
+"""The language that methods are written in. Imports torch and nothing else of this project."""

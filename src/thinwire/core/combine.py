@@ -1,0 +1,210 @@
+"""Combinators: methods made of methods. They separate when, and which tensor, from how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.core.lift import bounded_ratio
+from thinwire.core.method import Context, Dense, Method, Reduced, State
+from thinwire.core.price import bytes_per_step
+from thinwire.core.requests import Exchange
+
+
+class Wrapper(Method):
+    """A method around another one; transparent where a subclass does not say otherwise."""
+
+    __slots__ = ()
+    inner: Method
+
+    @property
+    def whole(self) -> bool:
+        return self.inner.whole
+
+    def init(self, x: Tensor, ctx: Context) -> State:
+        return self.inner.init(x, ctx)
+
+    def reduce(self, x: Tensor, state: Any, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        return self.inner.reduce(x, state, ctx)
+
+    def withheld(self, x: Tensor, state: Any, ctx: Context) -> Tensor:
+        return self.inner.withheld(x, state, ctx)
+
+    def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> State:
+        return self.inner.resize(x, states, ctx)
+
+    def dense(self) -> Method:
+        return self.inner.dense()
+
+
+class ErrorFeedbackState(NamedTuple):
+    error: Tensor
+    inner: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFeedback(Wrapper):
+    """p = x + ratio * e;   send C(p);   e = p - C(p)"""
+
+    inner: Method
+    max_ratio: float | None = None
+    """Bound on eta_{t-1}/eta_t for the error; None keeps the error as it is."""
+
+    def init(self, x: Tensor, ctx: Context) -> ErrorFeedbackState:
+        return ErrorFeedbackState(torch.zeros_like(x), self.inner.init(x, ctx))
+
+    def reduce(self, x: Tensor, state: ErrorFeedbackState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        p = torch.add(x, state.error, alpha=bounded_ratio(ctx, self.max_ratio))
+        out, inner = yield from self.inner.reduce(p, state.inner, ctx)
+        if ctx.lr == 0:  # nothing is applied this step, so nothing is withheld by it
+            return out, ErrorFeedbackState(state.error, inner)
+        return out, ErrorFeedbackState(p.sub_(out.sent), inner)
+
+    def withheld(self, x: Tensor, state: ErrorFeedbackState, ctx: Context) -> Tensor:
+        return state.error + self.inner.withheld(x, state.inner, ctx)
+
+    def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> ErrorFeedbackState:
+        world, owed = len(states), torch.zeros_like(x)
+        for rank, state in enumerate(states):
+            owed += self.withheld(x, state, replace(ctx, rank=rank, world=world))
+        return ErrorFeedbackState(owed / world, self.inner.resize(x, [s.inner for s in states], ctx))
+
+
+class NesterovState(NamedTuple):
+    momentum: Tensor
+    inner: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Nesterov(Wrapper):
+    """The worker's momentum, before compression:   m = mu m + g;   x = mu m + g"""
+
+    mu: float
+    inner: Method
+
+    def init(self, x: Tensor, ctx: Context) -> NesterovState:
+        return NesterovState(torch.zeros_like(x), self.inner.init(x, ctx))
+
+    def reduce(self, x: Tensor, state: NesterovState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        m = torch.add(x, state.momentum, alpha=self.mu)
+        out, inner = yield from self.inner.reduce(torch.add(x, m, alpha=self.mu), state.inner, ctx)
+        return out, NesterovState(m, inner)
+
+    def withheld(self, x: Tensor, state: NesterovState, ctx: Context) -> Tensor:
+        return self.inner.withheld(x, state.inner, ctx)
+
+    def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> NesterovState:
+        momentum = torch.stack([s.momentum for s in states]).mean(0)
+        return NesterovState(momentum, self.inner.resize(x, [s.inner for s in states], ctx))
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Wrapper):
+    """Takes the whole gradient as one vector, when the last of it has arrived."""
+
+    inner: Method
+
+    @property
+    def whole(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class After(Wrapper):
+    """Dense at first; the method from step ``start`` on, or from when ``start()`` is true on every worker."""
+
+    start: int | Callable[[], bool]
+    inner: Method
+
+    def reduce(self, x: Tensor, state: Any, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        begun = self.start() if callable(self.start) else ctx.step >= self.start
+        if begun:
+            return (yield from self.inner.reduce(x, state, ctx))
+        out, _ = yield from Dense().reduce(x, (), ctx)
+        return out, state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Which tensors a method takes."""
+
+    min_dims: int = 0
+    """Fewest dimensions: 2 leaves out biases and norms."""
+    min_size: int = 0
+    """Fewest elements."""
+    min_saving: float = 2.0
+    """Least ratio of dense bytes to the method's."""
+
+    def __post_init__(self) -> None:
+        for key in ("min_dims", "min_size", "min_saving"):
+            if not getattr(self, key) >= 0:
+                raise ValueError(f"{key} must be at least 0, not {getattr(self, key)}")
+
+    def __call__(self, method: Method, x: Tensor, world: int) -> bool:
+        if x.dim() < self.min_dims or x.numel() < self.min_size:
+            return False
+        return self.min_saving == 0 or _saving(method, tuple(x.shape), max(2, world)) >= self.min_saving
+
+
+@lru_cache(maxsize=4096)
+def _saving(method: Method, shape: tuple[int, ...], world: int) -> float:
+    return bytes_per_step(Dense(), shape, world) / bytes_per_step(method, shape, world)
+
+
+@dataclass(frozen=True, slots=True)
+class Where(Wrapper):
+    """The method for the tensors that the rule gives it; the others go dense, in the same collectives."""
+
+    rule: Rule
+    inner: Method
+
+    def _chosen(self, x: Tensor, ctx: Context) -> Method:
+        return self.inner if self.rule(self.inner, x, ctx.world) else self.inner.dense()
+
+    def init(self, x: Tensor, ctx: Context) -> State:
+        return self._chosen(x, ctx).init(x, ctx)
+
+    def reduce(self, x: Tensor, state: Any, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        return self._chosen(x, ctx).reduce(x, state, ctx)
+
+    def withheld(self, x: Tensor, state: Any, ctx: Context) -> Tensor:
+        return self._chosen(x, ctx).withheld(x, state, ctx)
+
+    def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> State:
+        return self._chosen(x, ctx).resize(x, states, ctx)
+
+
+def error_feedback(method: Method, max_ratio: float | None = None) -> Method:
+    """What a worker could not send is added to its next input."""
+    return ErrorFeedback(method, max_ratio)
+
+
+def nesterov(mu: float, method: Method) -> Method:
+    """Nesterov momentum on each worker, before ``method`` compresses."""
+    return Nesterov(mu, method) if mu else method
+
+
+def whole(method: Method) -> Method:
+    """``method`` over the whole gradient as one vector."""
+    return Whole(method)
+
+
+def after(start: int | Callable[[], bool], method: Method) -> Method:
+    """A dense warm-up of ``start`` steps, with the method's momentum if it has one."""
+    if isinstance(method, Nesterov):
+        return replace(method, inner=after(start, method.inner))
+    if isinstance(start, int) and start < 0:
+        raise ValueError(f"after must be at least 0, not {start}")
+    return After(start, method)
+
+
+def where(rule: Rule, method: Method) -> Method:
+    """``method`` for the tensors of ``rule`` only; the others keep the method's momentum if it has one."""
+    if isinstance(method, Nesterov):
+        return replace(method, inner=where(rule, method.inner))
+    return Where(rule, method)

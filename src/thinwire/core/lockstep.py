@@ -1,0 +1,150 @@
+"""All tensors of a bucket advance together; same-round requests become one collective.
+
+This is the only place that knows how requests are laid out in buffers. It does not communicate: the engine,
+the simulation and the price list each answer the collectives in their own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.core.requests import AllGather, AllReduce, AllToAll, Exchange, Payload, Request
+
+R = TypeVar("R")
+
+OPS: dict[type, str] = {AllReduce: "all_reduce", AllGather: "all_gather", AllToAll: "all_to_all"}
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One fused message: ``all_reduce (n,)``, ``all_gather (n,)`` of bytes, ``all_to_all (W, n)`` of bytes."""
+
+    op: str
+    buffer: Tensor
+
+    def bytes_sent(self, world: int) -> int:
+        """What one worker puts on the wire: a ring's 2(W-1)/W, a gather's W-1, an exchange's (W-1)/W."""
+        size = self.buffer.numel() * self.buffer.element_size()
+        factor = {"all_reduce": 2 / world, "all_gather": 1.0, "all_to_all": 1 / world}[self.op]
+        return int(size * (world - 1) * factor)
+
+
+class Lockstep(Generic[R]):
+    """Advances a bucket's generators together, a round at a time, until each has returned."""
+
+    def __init__(self, exchanges: Sequence[Exchange[R]], scratch: Tensor | None = None) -> None:
+        """``scratch`` is memory that an all-reduce may overwrite: the bucket that holds the gradients."""
+        self._scratch = scratch
+        self._exchanges = list(exchanges)
+        self._results: list[R | None] = [None] * len(self._exchanges)
+        self._waiting: list[tuple[int, list[Request]]] = []
+        self._groups: list[list[tuple[int, int]]] = []
+        self._started = False
+
+    @property
+    def results(self) -> list[R]:
+        """What the generators returned, once ``advance`` has given an empty round."""
+        assert self._started and not self._waiting
+        return self._results  # type: ignore[return-value]
+
+    def advance(self, answers: Sequence[Tensor] = ()) -> list[Collective]:
+        """Send back the answers to the last round's collectives; return the next round's, empty at the end."""
+        if self._started:
+            replies = self._scatter(answers)
+            turns: list[tuple[int, Any]] = [(i, replies[i]) for i, _ in self._waiting]
+        else:
+            self._started = True
+            turns = [(i, None) for i in range(len(self._exchanges))]
+        self._waiting = []
+        for i, reply in turns:
+            try:
+                yielded = self._exchanges[i].send(reply)
+            except StopIteration as stop:
+                self._results[i] = stop.value
+            else:
+                self._waiting.append((i, list(yielded) if isinstance(yielded, tuple) else [yielded]))
+        return self._fuse()
+
+    def _fuse(self) -> list[Collective]:
+        groups: dict[tuple[str, torch.dtype], list[tuple[int, int]]] = {}
+        for w, (_, requests) in enumerate(self._waiting):
+            for r, request in enumerate(requests):
+                dtype = request.tensor.dtype if isinstance(request, AllReduce) else torch.uint8
+                groups.setdefault((OPS[type(request)], dtype), []).append((w, r))
+        # dtypes and ops in a fixed order: every rank issues a round's collectives alike
+        ordered = sorted(groups.items(), key=lambda item: (item[0][0], str(item[0][1])))
+        self._groups = [members for _, members in ordered]
+        return [
+            Collective(op, _gather([self._waiting[w][1][r] for w, r in members], self._scratch))
+            for (op, _), members in ordered
+        ]
+
+    def _scatter(self, answers: Sequence[Tensor]) -> dict[int, Any]:
+        replies: dict[int, list[Any]] = {i: [None] * len(requests) for i, requests in self._waiting}
+        for members, answer in zip(self._groups, answers, strict=True):
+            parts = _split([self._waiting[w][1][r] for w, r in members], answer)
+            for (w, r), part in zip(members, parts, strict=True):
+                replies[self._waiting[w][0]][r] = part
+        # a generator that yielded a lone request gets a lone answer
+        return {i: tuple(parts) if len(parts) > 1 else parts[0] for i, parts in replies.items()}
+
+
+def _gather(requests: Sequence[Request], scratch: Tensor | None) -> Tensor:
+    first = requests[0]
+    if isinstance(first, AllReduce):
+        return _flat([r.tensor for r in requests if isinstance(r, AllReduce)], scratch)
+    payloads: list[Payload] = [r.payload for r in requests if not isinstance(r, AllReduce)]
+    if isinstance(first, AllGather):
+        return torch.cat([_bytes(t.reshape(1, -1)) for p in payloads for t in p], dim=1).flatten()
+    return torch.cat([_bytes(t.reshape(t.shape[0], -1)) for p in payloads for t in p], dim=1)
+
+
+def _split(requests: Sequence[Request], answer: Tensor) -> Iterator[Any]:
+    start = 0
+    for request in requests:
+        if isinstance(request, AllReduce):
+            n = request.tensor.numel()
+            yield answer[start : start + n].view(request.tensor.shape)
+            start += n
+            continue
+        parts = []
+        for t in request.payload:
+            stacked = (answer.shape[0], *(t.shape if isinstance(request, AllGather) else t.shape[1:]))
+            n = t.numel() * t.element_size() // (1 if isinstance(request, AllGather) else t.shape[0])
+            # a fresh copy is aligned, which reading bytes as wider numbers needs
+            fresh = answer[:, start : start + n].clone(memory_format=torch.contiguous_format)
+            parts.append(fresh.view(t.dtype).view(stacked))
+            start += n
+        yield type(request.payload)(*parts)
+
+
+def _flat(tensors: Sequence[Tensor], scratch: Tensor | None) -> Tensor:
+    """The tensors end to end; no copy is made where they are the scratch memory itself."""
+    if scratch is not None and not scratch.is_meta:
+        end = scratch.data_ptr()
+        for t in tensors:
+            if t.data_ptr() != end or not t.is_contiguous():
+                break
+            end += t.numel() * t.element_size()
+        if end == scratch.data_ptr() + scratch.numel() * scratch.element_size():
+            return scratch
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(torch.uint8)
+
+
+def drive(lockstep: Lockstep[Any], answer: Callable[[Collective], Tensor]) -> list[Collective]:
+    """Run a bucket to its end with ``answer`` for a network; return all that was sent."""
+    sent: list[Collective] = []
+    collectives = lockstep.advance()
+    while collectives:
+        sent += collectives
+        collectives = lockstep.advance([answer(c) for c in collectives])
+    return sent

@@ -1,0 +1,115 @@
+"""What a method is: a state for each tensor, and a generator that reduces the tensor over the workers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire.core.requests import AllReduce, Exchange, Payload
+
+State = tuple[Any, ...]
+"""A NamedTuple of tensors, numbers and further states: passed in and out, never hidden on ``self``."""
+
+
+class Reduced(NamedTuple):
+    """The outcome of one reduction."""
+
+    mean: Tensor
+    """What all workers agree on, bit for bit."""
+    sent: Tensor
+    """What this worker contributed; its mean over the workers is what ``mean`` carries of this step's input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Where and when a reduction runs."""
+
+    step: int = 0
+    name: str = ""
+    rank: int = 0
+    world: int = 1
+    seed: int = 0
+    lr: float | None = None
+    """This step's learning rate, where it is known."""
+    last_lr: float | None = None
+    """The learning rate of the last step that had one above zero."""
+
+    @property
+    def lr_ratio(self) -> float:
+        """eta_{t-1} / eta_t: what turns an error in last step's units into this step's."""
+        return self.last_lr / self.lr if self.lr and self.last_lr else 1.0
+
+    def randn(self, *shape: int, like: Tensor, salt: str = "") -> Tensor:
+        """Normal numbers that depend on (seed, name, salt) alone: alike on every worker and after a resume."""
+        if like.is_meta:
+            return like.new_empty(shape)
+        digest = hashlib.blake2b(f"{self.seed}/{self.name}/{salt}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        return torch.randn(*shape, generator=generator).to(like)
+
+
+class Method:
+    """A way to average one tensor over the workers. Subclasses are frozen dataclasses of hyper-parameters."""
+
+    __slots__ = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether it takes the whole gradient as one vector, rather than one tensor at a time."""
+        return False
+
+    def init(self, x: Tensor, ctx: Context) -> State:
+        """The state that a tensor like ``x`` starts from."""
+        return ()
+
+    def reduce(self, x: Tensor, state: Any, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        """Average ``x`` over the workers, by yielding requests."""
+        raise TypeError(f"{type(self).__name__} does not define reduce()")
+
+    def withheld(self, x: Tensor, state: Any, ctx: Context) -> Tensor:
+        """This worker's part of what is not applied yet; its mean over workers is all that is owed."""
+        return torch.zeros_like(x)
+
+    def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> State:
+        """My state in a new world, from those of all workers of the old one. Replicated state is any one's."""
+        return states[0]  # type: ignore[no-any-return]
+
+    def dense(self) -> Method:
+        """How a tensor that this method does not take travels uncompressed in the same collectives."""
+        return Dense()
+
+
+@dataclass(frozen=True, slots=True)
+class Dense(Method):
+    """S-SGD: the plain mean, in the gradient's own precision."""
+
+    def reduce(self, x: Tensor, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        mean = yield AllReduce(x)
+        return Reduced(mean, sent=x), state
+
+
+class Compressor(Protocol):
+    """Encodes and decodes without communication. Rows are independent: shapes are ``(..., n)``."""
+
+    def encode(self, x: Tensor, sizes: Tensor) -> Payload:
+        """``sizes (..., 1)`` says how many columns of each row are real; the rest is padding."""
+
+    def decode(self, payload: Any, n: int) -> Tensor:
+        """The rows, ``n`` columns wide, that the payload stands for."""
+
+
+class Owner(Protocol):
+    """An optimizer that owns its exchange: it says what leaves the worker, and how."""
+
+    method: Method
+    """How the outgoing tensors are averaged."""
+    exchanges_gradient: bool
+    """Whether the errors are in gradient units, and follow the learning rate."""
+
+    def outgoing(self, parameter: Tensor, grad: Tensor) -> Tensor:
+        """What to average in place of this worker's gradient; may reuse its memory."""

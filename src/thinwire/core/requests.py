@@ -1,0 +1,44 @@
+"""What a method may ask of the network. A request is yielded; its answer is sent back into the generator."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+Payload = tuple[Tensor, ...]
+"""What a compressor produced: a NamedTuple of tensors, so that its bytes are counted and never estimated."""
+
+P = TypeVar("P", bound=Payload)
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """The answer is the mean of ``tensor`` over the workers.
+
+    A bucket's own gradient may be reduced in place, so ``x`` is not to be read after ``yield AllReduce(x)``.
+    """
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather(Generic[P]):
+    """The answer is the payload with each tensor stacked over workers: ``(...)`` becomes ``(W, ...)``."""
+
+    payload: P
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll(Generic[P]):
+    """Each tensor is ``(W, ...)``; row ``i`` of the answer is what worker ``i`` had in my row."""
+
+    payload: P
+
+
+Request = AllReduce | AllGather[Any] | AllToAll[Any]
+R = TypeVar("R")
+Exchange = Generator[Request | tuple[Request, ...], Any, R]
+"""A computation that talks to the other workers by yielding requests, and returns an ``R``."""

@@ -1,0 +1,64 @@
+"""ACP-SGD. Zhang, Zhang, Shi, Chu, Li 2023, arXiv 2306.08881, Algorithm 1.
+
+    M_i = gradient + error                                              (n, m)
+    even turn:  Q = orthogonalise(Q);  P = mean_i M_i Q;    out = P Q^T
+    odd turn:   P = orthogonalise(P);  Q = mean_i M_i^T P;  out = P Q^T
+
+The factor that is orthogonalised came with the last step's answer, so compression waits for nothing and a step is one
+all-reduce. With this worker's own factor in place of the mean, the error is M_i (I - Q Q^T), or (I - P P^T) M_i.
+
+Departure: a turn is a tensor's own reduction rather than the global step, so that a parameter which takes part
+only every other step still alternates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from thinwire.core.combine import Rule, error_feedback, where
+from thinwire.core.linalg import orthogonalize, transposed_product
+from thinwire.core.method import Context, Method, Reduced
+from thinwire.core.requests import AllReduce, Exchange
+
+
+class ACPState(NamedTuple):
+    P: Tensor  # (n, r)
+    Q: Tensor  # (m, r)
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ACP(Method):
+    """Alternating low rank: one all-reduce a step, of P on even turns and of Q on odd ones."""
+
+    rank: int = 4
+    """Columns of the factors; lower compresses more."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank must be at least 1, not {self.rank}")
+
+    def method(self) -> Method:
+        return where(Rule(min_dims=2), error_feedback(self))
+
+    def init(self, x: Tensor, ctx: Context) -> ACPState:
+        n, m = x.flatten(1).shape
+        r = min(self.rank, n, m)
+        return ACPState(ctx.randn(n, r, like=x, salt="P"), ctx.randn(m, r, like=x, salt="Q"))
+
+    def reduce(self, x: Tensor, state: ACPState, ctx: Context) -> Exchange[tuple[Reduced, ACPState]]:
+        M = x.flatten(1)
+        if state.turn % 2 == 0:
+            Q = orthogonalize(state.Q)
+            P_local = M @ Q
+            P = yield AllReduce(P_local)
+            sent = P_local @ Q.mT
+        else:
+            P = orthogonalize(state.P)
+            Q_local = transposed_product(M, P)
+            Q = yield AllReduce(Q_local)
+            sent = P @ Q_local.mT
+        return Reduced((P @ Q.mT).view_as(x), sent.view_as(x)), ACPState(P, Q, state.turn + 1)

@@ -1,0 +1,69 @@
+"""dist-EF-SGD, dist-EF-blockSGD(M). Zheng, Huang, Kwok 2019, arXiv 1905.10936, Algorithms 2 and 3.
+
+    worker i   m_i = mu m_i + g_i
+               p_i = mu m_i + g_i + (eta_{t-1}/eta_t) e_i
+               D_i[b] = (|p_i[b]|_1 / d_b) sign(p_i[b]) for each block b;   e_i = p_i - D_i;   push D_i
+    server     p~  = mean_i D_i + (eta_{t-1}/eta_t) e~;   D~ = the same compression;   e~ = p~ - D~;   pull D~
+
+Departure: the server is shared out, rank j serving chunk j of each tensor, so a block is cut at the chunks' borders and
+each piece has its own scale. eta_{t-1}/eta_t is bounded, since a schedule that goes to zero makes it infinite; a step whose
+rate is zero applies nothing and leaves the errors alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.core.combine import Rule, error_feedback, nesterov, where, whole
+from thinwire.core.lift import two_way
+from thinwire.core.method import Method
+
+
+class Signs(NamedTuple):
+    scale: Tensor  # (..., 1)
+    bits: Tensor  # (..., ceil(n / 8)) uint8
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledSign:
+    """C(x) = (|x|_1 / d) sign(x), row by row; its error is (1 - |x|_1^2 / (d |x|_2^2)) |x|_2^2."""
+
+    def encode(self, x: Tensor, sizes: Tensor) -> Signs:
+        return Signs(*kernels.encode_signs(x, sizes))
+
+    def decode(self, payload: Signs, n: int) -> Tensor:
+        return kernels.decode_signs(payload.scale, payload.bits, n)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistEF:
+    """Two-way 1-bit with error feedback; the whole gradient is one block, cut into one chunk a worker."""
+
+    momentum: float = 0.0
+    """Nesterov momentum on each worker; the optimizer's own is then 0."""
+    max_ratio: float = 10.0
+    """Bound on eta_{t-1}/eta_t, by which the errors follow the learning rate."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), not {self.momentum}")
+        if not self.max_ratio >= 1:
+            raise ValueError(f"max_ratio must be at least 1, not {self.max_ratio}")
+
+    def method(self) -> Method:
+        return nesterov(self.momentum, whole(self.exchange()))
+
+    def exchange(self) -> Method:
+        return error_feedback(two_way(ScaledSign(), self.max_ratio), self.max_ratio)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistEFBlock(DistEF):
+    """Two-way 1-bit with error feedback; each tensor is a block with scales of its own."""
+
+    def method(self) -> Method:
+        return nesterov(self.momentum, where(Rule(), self.exchange()))

@@ -1,0 +1,54 @@
+"""Power-SGD. Vogels, Karimireddy, Jaggi 2019, arXiv 1905.13727, Algorithm 1.
+
+    M_i = gradient + error                       (n, m)
+    P   = mean_i M_i Q;    P = orthogonalise(P)   (n, r)
+    Q   = mean_i M_i^T P                          (m, r), reused at the next step
+    out = P Q^T
+
+Departure: the error is M_i - P Q_i^T, with this worker's own Q_i, where the paper subtracts the global P Q^T. Both
+have the same mean over workers; the local one does not let the workers' errors drift apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from thinwire.core.combine import Rule, error_feedback, where
+from thinwire.core.linalg import orthogonalize, transposed_product
+from thinwire.core.method import Context, Method, Reduced
+from thinwire.core.requests import AllReduce, Exchange
+
+
+class PowerSGDState(NamedTuple):
+    Q: Tensor  # (m, r)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PowerSGD(Method):
+    """Low rank by one power iteration a step: two all-reduces, P then Q."""
+
+    rank: int = 4
+    """Columns of the factors; lower compresses more."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank must be at least 1, not {self.rank}")
+
+    def method(self) -> Method:
+        return where(Rule(min_dims=2), error_feedback(self))
+
+    def init(self, x: Tensor, ctx: Context) -> PowerSGDState:
+        n, m = x.flatten(1).shape
+        return PowerSGDState(ctx.randn(m, min(self.rank, n, m), like=x, salt="Q"))
+
+    def reduce(
+        self, x: Tensor, state: PowerSGDState, ctx: Context
+    ) -> Exchange[tuple[Reduced, PowerSGDState]]:
+        M = x.flatten(1)
+        P = orthogonalize((yield AllReduce(M @ state.Q)))
+        Q_local = transposed_product(M, P)
+        Q = yield AllReduce(Q_local)
+        return Reduced((P @ Q.mT).view_as(x), sent=(P @ Q_local.mT).view_as(x)), PowerSGDState(Q)

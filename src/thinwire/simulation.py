@@ -1,0 +1,110 @@
+"""W workers in one process and no network: what a method computes, in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.core.exchange import exchange
+from thinwire.core.lockstep import Collective, Lockstep
+from thinwire.core.method import Context, Method, State
+from thinwire.registry import Recipe, resolve
+
+Tensors = Mapping[str, Tensor]
+
+
+class Simulation:
+    """Runs a method for ``workers`` workers in lock-step.
+
+    ``reduce`` takes one dict of tensors for each worker and gives one back for each, all equal.
+    """
+
+    def __init__(self, method: str | Recipe | Method, workers: int, seed: int = 0) -> None:
+        if workers < 1:
+            raise ValueError(f"workers must be at least 1, not {workers}")
+        self.method = resolve(method)
+        self.workers = workers
+        self.seed = seed
+        self.step = 0
+        self.bytes_sent = 0
+        """By one worker so far."""
+        self.states: list[dict[str, State]] = [{} for _ in range(workers)]
+        self._like: dict[str, Tensor] = {}
+        self._shapes: dict[str, Tensor] = {}
+        self._last_lr: float | None = None
+
+    def reduce(self, inputs: Sequence[Tensors], lr: float | None = None) -> list[dict[str, Tensor]]:
+        """One step. A name that a worker leaves out is a zero there, and absent if all leave it out."""
+        if len(inputs) != self.workers:
+            raise ValueError(f"{self.workers} workers need as many dicts, not {len(inputs)}")
+        shapes = {name: x for tensors in inputs for name, x in tensors.items()}
+        full = [{name: t.get(name, torch.zeros_like(x)) for name, x in shapes.items()} for t in inputs]
+        parts = [{"": _joined(t)} for t in full] if self.method.whole else full
+        names = [name for name, x in parts[0].items() if x.numel()]
+        locksteps = [self._start(rank, {n: parts[rank][n] for n in names}, lr) for rank in range(self.workers)]
+
+        rounds = [lockstep.advance() for lockstep in locksteps]
+        while rounds[0]:
+            self.bytes_sent += sum(c.bytes_sent(self.workers) for c in rounds[0])
+            answers = _communicate(rounds)
+            rounds = [lockstep.advance(a) for lockstep, a in zip(locksteps, answers, strict=True)]
+
+        self.step += 1
+        self._last_lr = lr or self._last_lr
+        self._shapes.update(shapes)
+        outs = []
+        for rank, lockstep in enumerate(locksteps):
+            results = dict(zip(names, lockstep.results, strict=True))
+            self.states[rank].update({name: state for name, (_, state) in results.items()})
+            means = {n: results[n][0] if n in results else x.clone() for n, x in parts[rank].items()}
+            means = _parted(means[""], shapes) if self.method.whole else means
+            outs.append({name: mean.to(shapes[name].dtype) for name, mean in means.items()})
+        return outs
+
+    def owed(self) -> dict[str, Tensor]:
+        """By name, the mean over workers of all that is withheld: the workers' errors and the server's."""
+        owed = {}
+        for name, x in self._like.items():
+            parts = [self.method.withheld(x, s[name], self._context(r, name)) for r, s in enumerate(self.states)]
+            owed[name] = torch.stack(parts).mean(0)
+        return _parted(owed[""], self._shapes) if self.method.whole else owed
+
+    def _start(self, rank: int, tensors: Tensors, lr: float | None) -> Lockstep[tuple[Tensor, State]]:
+        exchanges = []
+        for name, x in tensors.items():
+            ctx = self._context(rank, name, lr)
+            if name not in self.states[rank]:
+                self._like[name] = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+                self.states[rank][name] = self.method.init(self._like[name], ctx)
+            exchanges.append(exchange(self.method, x, self.states[rank][name], ctx))
+        return Lockstep(exchanges)
+
+    def _context(self, rank: int, name: str, lr: float | None = None) -> Context:
+        return Context(self.step, name, rank, self.workers, self.seed, lr, self._last_lr)
+
+
+def _joined(tensors: Tensors) -> Tensor:
+    return torch.cat([x.flatten() for x in tensors.values()])
+
+
+def _parted(vector: Tensor, like: Tensors) -> dict[str, Tensor]:
+    parts = vector.split([x.numel() for x in like.values()])
+    return {name: part.view_as(x) for (name, x), part in zip(like.items(), parts, strict=True)}
+
+
+def _communicate(rounds: Sequence[Sequence[Collective]]) -> list[list[Tensor]]:
+    """Each worker's answers to a round, in which all workers issued the same collectives."""
+    world = len(rounds)
+    answers: list[list[Any]] = [[] for _ in rounds]
+    for same in zip(*rounds, strict=True):
+        assert len({(c.op, c.buffer.dtype, c.buffer.shape) for c in same}) == 1
+        buffers = torch.stack([c.buffer for c in same])
+        for rank in range(world):
+            if same[0].op == "all_reduce":
+                answers[rank].append((buffers * (1.0 / world)).sum(0))
+            else:
+                answers[rank].append(buffers if same[0].op == "all_gather" else buffers[:, rank])
+    return answers

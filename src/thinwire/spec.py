@@ -1,0 +1,79 @@
+"""The grammar of ``name:key=value,key=value``, which names a method, an optimizer or a workload."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def split(spec: str) -> tuple[str, dict[str, str]]:
+    """``"acp:rank=4"`` -> ``("acp", {"rank": "4"})``."""
+    name, _, tail = spec.partition(":")
+    options: dict[str, str] = {}
+    for item in filter(None, tail.split(",")):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not (key and equals and value):
+            raise ValueError(f"{spec!r}: expected key=value, got {item!r}")
+        if key in options:
+            raise ValueError(f"{spec!r}: option {key!r} is given twice")
+        options[key] = value
+    return name.strip(), options
+
+
+def join(name: str, options: Mapping[str, Any]) -> str:
+    """The inverse of :func:`split`."""
+    tail = ",".join(f"{key}={value}" for key, value in options.items())
+    return f"{name}:{tail}" if tail else name
+
+
+def choose(kind: str, name: str, known: Iterable[str]) -> str:
+    """``name`` if it is known, else an error that suggests the nearest one and lists all."""
+    names = sorted(known)
+    if name in names:
+        return name
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names)}")
+
+
+def build(cls: type[T], name: str, options: Mapping[str, str]) -> T:
+    """An instance of the dataclass ``cls`` from the options' texts."""
+    hints = typing.get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+    for key in options:
+        if key not in known:
+            choose(f"option of {name!r}:", key, known)
+    values = {key: _parse(name, key, text, hints[key]) for key, text in options.items()}
+    return cls(**values)
+
+
+def _parse(name: str, key: str, text: str, hint: Any) -> Any:
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(hint) if union else (hint,)
+    for kind in kinds:
+        if kind is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if typing.get_origin(kind) is typing.Literal and text in typing.get_args(kind):
+            return text
+        if kind is str:
+            return text
+        if kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    wanted = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+    raise ValueError(f"{name}: option {key}={text!r} is not a valid {wanted}")
+
+
+def number(name: str, key: str, text: str) -> int:
+    """The whole number that an option's text stands for."""
+    value = _parse(name, key, text, int)
+    assert isinstance(value, int)
+    return value
