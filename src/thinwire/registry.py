@@ -55,7 +55,7 @@ def parse(text: str) -> Method:
     """``name:key=value,...`` with the options of the method and the common ones."""
     name, options = grammar.split(text)
     recipe = METHODS[grammar.choose("method", name, METHODS)]
-    own = {f.name for f in fields(recipe)}  # type: ignore[arg-type]
+    own = grammar.options_of(recipe)
     common = {k: v for k, v in options.items() if k in COMMON_OPTIONS and k not in own}
     for key in options:
         if key not in own and key not in common:

@@ -91,7 +91,7 @@ def _joined(tensors: Tensors) -> Tensor:
 
 
 def _parted(vector: Tensor, like: Tensors) -> dict[str, Tensor]:
-    parts = vector.split([x.numel() for x in like.values()])
+    parts = torch.split(vector, [x.numel() for x in like.values()])
     return {name: part.view_as(x) for (name, x), part in zip(like.items(), parts, strict=True)}
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
+import inspect
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -39,18 +39,25 @@ def choose(kind: str, name: str, known: Iterable[str]) -> str:
         return name
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names)}")
+    raise ValueError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names) or 'none'}")
 
 
-def build(cls: type[T], name: str, options: Mapping[str, str]) -> T:
-    """An instance of the dataclass ``cls`` from the options' texts."""
-    hints = typing.get_type_hints(cls)
-    known = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+def options_of(cls: type) -> dict[str, Any]:
+    """The keyword options of a class, with their defaults: a dataclass's fields, or a constructor's parameters."""
+    parameters = inspect.signature(cls).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def build(cls: type[T], name: str, options: Mapping[str, str], *args: Any, **fixed: Any) -> T:
+    """An instance of ``cls`` from ``args``, the options' texts, and what else is ``fixed``."""
+    hints = typing.get_type_hints(cls.__init__)
     for key in options:
-        if key not in known:
-            choose(f"option of {name!r}:", key, known)
+        choose(f"option of {name!r}:", key, options_of(cls))
     values = {key: _parse(name, key, text, hints[key]) for key, text in options.items()}
-    return cls(**values)
+    try:
+        return cls(*args, **(fixed | values))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _parse(name: str, key: str, text: str, hint: Any) -> Any:
@@ -63,6 +70,10 @@ def _parse(name: str, key: str, text: str, hint: Any) -> Any:
             return text
         if kind is str:
             return text
+        if typing.get_origin(kind) is tuple:
+            parts = text.split("/")
+            if len(parts) == len(typing.get_args(kind)):
+                return tuple(_parse(name, key, p, k) for p, k in zip(parts, typing.get_args(kind), strict=True))
         if kind in (int, float):
             try:
                 return kind(text)

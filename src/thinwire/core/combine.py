@@ -74,6 +74,10 @@ class ErrorFeedback(Wrapper):
             owed += self.withheld(x, state, replace(ctx, rank=rank, world=world))
         return ErrorFeedbackState(owed / world, self.inner.resize(x, [s.inner for s in states], ctx))
 
+    def dense(self) -> Method:
+        # keeps the error: a tensor that the method takes at one number of workers and not at another still owes it
+        return replace(self, inner=self.inner.dense())
+
 
 class NesterovState(NamedTuple):
     momentum: Tensor

@@ -8,7 +8,8 @@ from torch import Tensor
 
 def orthogonalize(P: Tensor) -> Tensor:  # (..., n, r) -> (..., n, r)
     """Orthonormal columns that span those of P; a zero P gives some orthonormal columns, never NaN."""
-    return torch.linalg.qr(P).Q
+    Q: Tensor = torch.linalg.qr(P).Q
+    return Q
 
 
 def transposed_product(M: Tensor, P: Tensor) -> Tensor:  # (..., n, m), (..., n, r) -> (..., m, r)

@@ -49,7 +49,8 @@ class Lockstep(Generic[R]):
     @property
     def results(self) -> list[R]:
         """What the generators returned, once ``advance`` has given an empty round."""
-        assert self._started and not self._waiting
+        assert self._started
+        assert not self._waiting
         return self._results  # type: ignore[return-value]
 
     def advance(self, answers: Sequence[Tensor] = ()) -> list[Collective]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -103,6 +103,7 @@ class Compressor(Protocol):
         """The rows, ``n`` columns wide, that the payload stands for."""
 
 
+@runtime_checkable
 class Owner(Protocol):
     """An optimizer that owns its exchange: it says what leaves the worker, and how."""
 

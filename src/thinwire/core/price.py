@@ -25,18 +25,17 @@ def price(
     tensors = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
     if method.whole:
         tensors = {"": torch.empty(sum(t.numel() for t in tensors.values()), device="meta")}
-    states = {name: method.init(x, Context(name=name, world=workers)) for name, x in tensors.items()}
-    steps = [PAST_WARM_UP] if step is None else range(step + 1)
-    for now in steps:
-        lockstep = Lockstep(
-            [
-                method.reduce(x, states[name], Context(step=now, name=name, world=workers))
-                for name, x in tensors.items()
-                if x.numel()
-            ]
-        )
+    tensors = {name: x for name, x in tensors.items() if x.numel()}
+    states = [method.init(x, Context(name=name, world=workers)) for name, x in tensors.items()]
+    sent: list[Collective] = []
+    for now in [PAST_WARM_UP] if step is None else range(step + 1):
+        reductions = [
+            method.reduce(x, state, Context(step=now, name=name, world=workers))
+            for (name, x), state in zip(tensors.items(), states, strict=True)
+        ]
+        lockstep = Lockstep(reductions)
         sent = drive(lockstep, lambda c: _answer(c, workers))
-        states.update(zip([n for n, x in tensors.items() if x.numel()], [s for _, s in lockstep.results]))
+        states = [state for _, state in lockstep.results]
     return [(c.op, c.bytes_sent(workers)) for c in sent]
 
 

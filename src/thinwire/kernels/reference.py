@@ -13,8 +13,9 @@ def encode_signs(x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     x (..., n), sizes (..., 1) -> scale (..., 1), bits (..., ceil(n / 8)), the first column in the lowest bit.
     """
     scale = x.abs().sum(-1, keepdim=True) / sizes.clamp(min=1)
-    positive = pad(x >= 0, (0, -x.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    return scale, (positive.to(torch.uint8) << _shifts(x.device)).sum(-1, dtype=torch.uint8)
+    positive = pad(x >= 0, (0, -x.shape[-1] % 8))
+    bytewise = positive.view(*x.shape[:-1], -1, 8).to(torch.uint8) << _shifts(x.device)
+    return scale, bytewise.sum(-1, dtype=torch.uint8)
 
 
 def decode_signs(scale: Tensor, bits: Tensor, n: int) -> Tensor:

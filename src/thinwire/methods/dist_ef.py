@@ -5,9 +5,9 @@
                D_i[b] = (|p_i[b]|_1 / d_b) sign(p_i[b]) for each block b;   e_i = p_i - D_i;   push D_i
     server     p~  = mean_i D_i + (eta_{t-1}/eta_t) e~;   D~ = the same compression;   e~ = p~ - D~;   pull D~
 
-Departure: the server is shared out, rank j serving chunk j of each tensor, so a block is cut at the chunks' borders and
-each piece has its own scale. eta_{t-1}/eta_t is bounded, since a schedule that goes to zero makes it infinite; a step whose
-rate is zero applies nothing and leaves the errors alone.
+Departure: the server is shared out, rank j serving chunk j of each tensor, so a block is cut at the chunks' borders
+and each piece has its own scale. eta_{t-1}/eta_t is bounded, since a schedule that goes to zero makes it infinite; a
+step whose rate is zero applies nothing and leaves the errors alone.
 """
 
 from __future__ import annotations

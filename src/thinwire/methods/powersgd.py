@@ -44,9 +44,7 @@ class PowerSGD(Method):
         n, m = x.flatten(1).shape
         return PowerSGDState(ctx.randn(m, min(self.rank, n, m), like=x, salt="Q"))
 
-    def reduce(
-        self, x: Tensor, state: PowerSGDState, ctx: Context
-    ) -> Exchange[tuple[Reduced, PowerSGDState]]:
+    def reduce(self, x: Tensor, state: PowerSGDState, ctx: Context) -> Exchange[tuple[Reduced, PowerSGDState]]:
         M = x.flatten(1)
         P = orthogonalize((yield AllReduce(M @ state.Q)))
         Q_local = transposed_product(M, P)

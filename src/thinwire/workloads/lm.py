@@ -14,7 +14,7 @@ from thinwire.workloads.common import batch_generator, check_range, device_of, e
 from thinwire.workloads.text import read_text
 
 VOCABULARY = 256
-EVALUATION_TOKENS = 6144
+EVALUATION_TOKENS = 16_384
 EVALUATION_BATCH_TOKENS = 2048
 
 

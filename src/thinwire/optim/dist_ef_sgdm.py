@@ -1,0 +1,62 @@
+"""dist-EF-blockSGDM, the whole algorithm. Zheng, Huang, Kwok 2019, arXiv 1905.10936, Algorithm 3.
+
+    D~ = two-way compressed exchange of the workers' Nesterov momentum      (methods/dist_ef.py, in the hook)
+    wm = mu wm + wd x;    x -= eta (D~ + mu wm + wd x)
+
+Weight decay is the same on all workers, so it has a momentum of its own and is never compressed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thinwire.core.combine import nesterov
+from thinwire.core.method import Method
+from thinwire.registry import Recipe, resolve
+
+
+class DistEFBlockSGDM(Optimizer):
+    """SGD with Nesterov momentum, exchanged two-way in 1 bit with error feedback."""
+
+    exchanges_gradient = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        exchange: str | Recipe | Method = "dist-ef-block",
+    ) -> None:
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+            if not value >= 0:
+                raise ValueError(f"{name} must be at least 0, not {value}")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), not {momentum}")
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.method = nesterov(momentum, resolve(exchange))
+
+    def outgoing(self, parameter: Tensor, grad: Tensor) -> Tensor:
+        return grad
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            mu, decay = group["momentum"], group["weight_decay"]
+            for x in (p for p in group["params"] if p.grad is not None):
+                update = x.grad
+                if decay:
+                    wm = self.state[x].setdefault("weight_momentum", torch.zeros_like(x))
+                    wm.mul_(mu).add_(x, alpha=decay)
+                    update = update.add(wm, alpha=mu).add_(x, alpha=decay)
+                x.add_(update, alpha=-group["lr"])
+        return loss

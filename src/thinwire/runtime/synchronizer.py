@@ -1,0 +1,278 @@
+"""Owns a method's states, by parameter name, and hands each bucket of gradients to the engine."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from thinwire.core.exchange import exchange
+from thinwire.core.lockstep import Collective, Lockstep
+from thinwire.core.method import Context, Method, Owner, State
+from thinwire.core.requests import Exchange
+from thinwire.errors import ExchangeError
+from thinwire.registry import Recipe, resolve
+from thinwire.runtime import state as states
+from thinwire.runtime.engine import Engine, Job, Results
+from thinwire.runtime.telemetry import Telemetry
+from thinwire.runtime.transport import Transport
+
+log = logging.getLogger("thinwire")
+
+WHOLE = ""
+"""The name of the whole gradient, for methods that take it as one vector."""
+
+
+class Part(NamedTuple):
+    """One parameter's gradient in a bucket."""
+
+    name: str
+    parameter: Tensor
+    grad: Tensor
+
+
+class Bucket(NamedTuple):
+    """What DDP hands over, with names in place of indices."""
+
+    number: int
+    parts: list[Part]
+    buffer: Tensor
+    last: bool
+
+
+class Synchronizer:
+    """Averages gradients over the workers by ``method``: a spec, a method, or an optimizer that owns its exchange.
+
+    Making one touches no process group. ``optimizer`` is asked for each parameter's learning rate, which errors may
+    follow.
+    """
+
+    def __init__(
+        self,
+        method: str | Recipe | Method | Owner,
+        optimizer: torch.optim.Optimizer | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._owner: Owner | None = None
+        if isinstance(method, torch.optim.Optimizer):
+            if not isinstance(method, Owner):
+                raise ValueError(f"{type(method).__name__} does not own its exchange: attach a method instead")
+            self._owner = method
+            if method.exchanges_gradient and optimizer is None:
+                optimizer = method
+        self.method = resolve(method.method if self._owner is not None else method)  # type: ignore[union-attr, arg-type]
+        self._optimizer = optimizer
+        self._seed = seed
+        self._step = 0
+        self._states: dict[str, State] = {}
+        self._last_lr: dict[str, float] = {}
+        self._names: dict[Tensor, str] = {}
+        self._groups: dict[Tensor, dict[str, Any]] = {}
+        self._telemetry = Telemetry()
+        self._engine: Engine | None = None
+        self._agreed = False
+        self._may_be_absent = False
+        self._held: list[tuple[Bucket, Future[Any]]] = []
+        self._to_load: Any = None
+
+    @property
+    def bound(self) -> bool:
+        """Whether it has a model and a process group."""
+        return self._engine is not None
+
+    def identity(self) -> str:
+        """What must be alike on all workers."""
+        return f"{self.method!r}, seed={self._seed}"
+
+    def bind(self, transport: Transport, module: nn.Module, may_be_absent: bool) -> None:
+        """Take charge of ``module``'s gradients. ``may_be_absent``: a step may leave parameters unused."""
+        self._names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        if self._optimizer is not None:
+            self._groups = {p: group for group in self._optimizer.param_groups for p in group["params"]}
+        self._may_be_absent = may_be_absent
+        self._engine = engine = Engine(transport, self._telemetry, repr(self.method))
+        weakref.finalize(self, engine.close)
+        if self._to_load is not None:
+            self.load_state_dict(self._to_load)
+            self._to_load = None
+
+    def name_of(self, parameter: Tensor) -> str:
+        return self._names[parameter]
+
+    def reduce(self, bucket: Bucket) -> Future[Any]:
+        """Start to average a bucket in place; the future holds its buffer. All ranks submit in the same order."""
+        assert self._engine is not None
+        future: Future[Any] = Future(devices=[bucket.buffer.device] if bucket.buffer.is_cuda else None)
+        self._held.append((bucket, future))
+        if bucket.last or not self.method.whole:
+            held, self._held = self._held, []
+            self._engine.submit(self._whole_job(held) if self.method.whole else self._job(*held[0]))
+        self._step += bucket.last
+        return future.then(_unwrap)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and seconds of this worker since attach: steps, bytes, collectives, compressing, exposed ..."""
+        return self._telemetry.stats()
+
+    @property
+    def telemetry(self) -> Telemetry:
+        return self._telemetry
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's state, by parameter name. Saves whatever is withheld: every rank keeps its own."""
+        rank, world = self._place()
+        flat = {name: states.flatten(state) for name, state in self._states.items()}
+        return states.Snapshot(
+            repr(self.method), rank, world, self._step, self._shapes(), dict(self._last_lr), flat
+        ).to_dict()
+
+    def load_state_dict(self, d: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue from this rank's dict, or from the list of all ranks' dicts.
+
+        The list is needed where the number of workers has changed and the ranks do not hold all dicts between them.
+        Each worker then starts from the mean of what was withheld. Nothing changes if the state does not fit.
+        """
+        given = [states.Snapshot.from_dict(one) for one in (d if isinstance(d, Sequence) else [d])]
+        if not given:
+            raise ValueError("no state was given")
+        if self._engine is None:
+            self._to_load = d
+            return
+        for snapshot in given:
+            snapshot.check(self.method, self._shapes())
+        chosen = self._mine(given)
+        restored: dict[str, State] = {}
+        for name in chosen[0].states:
+            restored[name] = states.restore(self.method, self._template(name), chosen, self._context(name))
+        self._states = restored
+        self._step = chosen[0].step
+        self._last_lr = dict(chosen[0].last_lr)
+        self._agreed = False
+
+    def _mine(self, given: list[states.Snapshot]) -> list[states.Snapshot]:
+        """My own snapshot, or all of them if they are of another number of workers."""
+        rank, world = self._place()
+        old = given[0].world
+        if old != world:
+            assert self._engine is not None
+            if len(given) == 1:
+                given = self._engine.transport.gather_objects(given[0])
+            given = states.complete(given)
+            if rank == 0:
+                log.warning("state of %d workers loaded by %d: each starts from the mean of the residuals", old, world)
+            return given
+        own = [snapshot for snapshot in given if snapshot.rank == rank]
+        if not own:
+            raise ValueError(f"this is the state of rank {given[0].rank}, and this is rank {rank}")
+        return own
+
+    def _job(self, bucket: Bucket, future: Future[Any]) -> Job:
+        step = self._step
+        parts = [part for part in bucket.parts if part.grad.numel()]
+        contexts = [self._context(part.name, part.parameter) for part in parts]
+
+        def start() -> Lockstep[tuple[Tensor, State]]:
+            self._agree(step)
+            running = [self._exchange(part, ctx) for part, ctx in zip(parts, contexts, strict=True)]
+            return Lockstep(running, scratch=bucket.buffer)
+
+        def finish(results: Results) -> None:
+            for part, ctx, (mean, state) in zip(parts, contexts, results, strict=True):
+                if mean.data_ptr() != part.grad.data_ptr():
+                    part.grad.copy_(mean)
+                self._keep(ctx, state)
+            self._done(bucket, future)
+
+        label = f"bucket {bucket.number} ({parts[0].name} ...)" if parts else f"bucket {bucket.number}"
+        return Job(label, start, finish, future.set_result, [bucket.buffer], bucket.last)
+
+    def _whole_job(self, held: list[tuple[Bucket, Future[Any]]]) -> Job:
+        order = {name: i for i, name in enumerate(self._names.values())}
+        parts = sorted((part for bucket, _ in held for part in bucket.parts), key=lambda p: order[p.name])
+        ctx = self._context(WHOLE, parts[0].parameter)
+
+        def start() -> Lockstep[tuple[Tensor, State]]:
+            self._agree(ctx.step)
+            vector = torch.cat([self._outgoing(part).flatten() for part in parts])
+            return Lockstep([exchange(self.method, vector, self._state(ctx), ctx)])
+
+        def finish(results: Results) -> None:
+            mean, state = results[0]
+            pieces = torch.split(mean, [part.grad.numel() for part in parts])
+            for part, piece in zip(parts, pieces, strict=True):
+                part.grad.copy_(piece.view_as(part.grad))
+            self._keep(ctx, state)
+            for bucket, future in held:
+                self._done(bucket, future)
+
+        def fail(error: ExchangeError) -> None:
+            for _, future in held:
+                future.set_result(error)
+
+        return Job("the whole gradient", start, finish, fail, [bucket.buffer for bucket, _ in held], last=True)
+
+    def _exchange(self, part: Part, ctx: Context) -> Exchange[tuple[Tensor, State]]:
+        present = part.grad.any() if self._may_be_absent else None
+        return exchange(self.method, self._outgoing(part), self._state(ctx), ctx, present)
+
+    def _outgoing(self, part: Part) -> Tensor:
+        return part.grad if self._owner is None else self._owner.outgoing(part.parameter, part.grad)
+
+    def _state(self, ctx: Context) -> State:
+        if ctx.name not in self._states:
+            self._states[ctx.name] = self.method.init(self._template(ctx.name), ctx)
+        return self._states[ctx.name]
+
+    def _keep(self, ctx: Context, state: State) -> None:
+        if state is not self._states[ctx.name]:
+            self._states[ctx.name] = state
+            if ctx.lr:  # the errors are now in units of this rate
+                self._last_lr[ctx.name] = ctx.lr
+
+    def _done(self, bucket: Bucket, future: Future[Any]) -> None:
+        dense = Collective("all_reduce", bucket.buffer)
+        self._telemetry.counters.bytes_dense += dense.bytes_sent(self._place()[1])
+        future.set_result(bucket.buffer)
+
+    def _agree(self, step: int) -> None:
+        """Before the first exchange: the workers must stand at the same step, as they do if all or none resumed."""
+        if not self._agreed:
+            assert self._engine is not None
+            steps = self._engine.transport.gather_objects(step)
+            if len(set(steps)) > 1:
+                raise ValueError(f"the workers stand at different steps: {steps}, by rank")
+            self._agreed = True
+
+    def _context(self, name: str, parameter: Tensor | None = None) -> Context:
+        rank, world = self._place()
+        group = self._groups.get(parameter) if parameter is not None else None
+        lr = float(group["lr"]) if group is not None else None
+        return Context(self._step, name, rank, world, self._seed, lr, self._last_lr.get(name))
+
+    def _place(self) -> tuple[int, int]:
+        if self._engine is None:
+            raise ValueError("this synchronizer is not attached to a model yet")
+        return self._engine.transport.rank, self._engine.transport.world
+
+    def _template(self, name: str) -> Tensor:
+        """Uninitialised memory in the shape, place and precision in which the method computes."""
+        parameters = [p for p, own in self._names.items() if name in (own, WHOLE)]
+        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        shape = (sum(p.numel() for p in parameters),) if name == WHOLE else parameters[0].shape
+        return torch.empty(shape, dtype=dtype, device=parameters[0].device)
+
+    def _shapes(self) -> dict[str, list[int]]:
+        return {name: list(parameter.shape) for parameter, name in self._names.items()}
+
+
+def _unwrap(future: Future[Any]) -> Any:
+    # DDP takes any value for a tensor: an error must be raised on the way to reach the caller of backward()
+    value = future.value()
+    if isinstance(value, ExchangeError):
+        raise value
+    return value

@@ -1,0 +1,86 @@
+"""The collectives of ``torch.distributed`` as requests want them, on a process group of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.core.lockstep import Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A collective under way."""
+
+    work: Any
+    answer: Tensor
+
+    def when_done(self, notify: Callable[[], None]) -> None:
+        """Call ``notify`` on some thread once it has ended, well or badly."""
+        self.work.get_future().add_done_callback(lambda _: notify())
+
+    def result(self) -> Tensor:
+        """The answer, ordered after the collective on the current stream; raises what went wrong."""
+        self.work.wait()
+        return self.answer
+
+
+class Transport:
+    """Issues collectives on a group that only its engine uses, so nothing else can come between them."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """``group`` is the one that training uses; every member of it must call this."""
+        self.device = device
+        # DDP and users issue collectives on `group` from other threads: sharing it would make their order a race.
+        self._group = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=group._get_backend(device).options._timeout,
+            backend=dist.get_backend_config(group),
+            use_local_synchronization=True,
+            group_desc="thinwire",
+        )
+        self.rank = dist.get_rank(self._group)
+        self.world = dist.get_world_size(self._group)
+        self._store = self._group.get_group_store()
+
+    def start(self, collective: Collective) -> Pending:
+        buffer = collective.buffer
+        if collective.op == "all_reduce":
+            buffer.mul_(1.0 / self.world)  # before the sum, which could overflow in 16 bits
+            return Pending(dist.all_reduce(buffer, group=self._group, async_op=True), buffer)
+        if collective.op == "all_gather":
+            answer = buffer.new_empty((self.world, *buffer.shape))
+            work = dist.all_gather_single(answer.view(-1), buffer, group=self._group, async_op=True)
+            return Pending(work, answer)
+        assert collective.op == "all_to_all"
+        answer = torch.empty_like(buffer)
+        return Pending(dist.all_to_all_single(answer, buffer, group=self._group, async_op=True), answer)
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Everybody's ``mine``, by rank."""
+        everybody: list[Any] = [None] * self.world
+        dist.all_gather_object(everybody, mine, group=self._group)
+        return everybody
+
+    def report_failure(self, message: str) -> str:
+        """Leave the reason where the others look for it, then break off, so that nobody waits for this worker.
+
+        Returns the reason that came first, here or elsewhere.
+        """
+        try:
+            if self._store.check(["failure"]):
+                message = self._store.get("failure").decode()
+            else:
+                self._store.set("failure", message)
+        except RuntimeError:  # the store's own host is gone
+            pass
+        self._group.abort()
+        return message
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)
