@@ -1,5 +1,38 @@
-"""Hot loops, chosen by device. ``reference`` is the specification, and the path for every device without a kernel."""
+"""Hot loops, chosen by device and dtype. Callers use the functions here and never a module below.
 
-from thinwire.kernels.reference import decode_signs, encode_signs
+``reference`` is the specification, and the path of every tensor without a kernel. A faster kernel is a module with
+the functions of ``Kernels``, equal to ``reference`` in the tests, and a case in ``_for``.
+"""
 
-__all__ = ["decode_signs", "encode_signs"]
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels import reference
+
+
+class Kernels(Protocol):
+    """What each module of kernels defines; ``reference`` says what they mean."""
+
+    def encode_signs(self, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def decode_signs(self, scale: Tensor, bits: Tensor, n: int) -> Tensor: ...
+
+
+def encode_signs(x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    return _for(x).encode_signs(x, sizes)
+
+
+def decode_signs(scale: Tensor, bits: Tensor, n: int) -> Tensor:
+    return _for(scale).decode_signs(scale, bits, n)
+
+
+def _for(x: Tensor) -> Kernels:
+    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
+        from thinwire.kernels import cpu  # here, so that only its users pay for importing numba
+
+        return cpu
+    return reference

@@ -12,7 +12,8 @@ def encode_signs(x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
 
     x (..., n), sizes (..., 1) -> scale (..., 1), bits (..., ceil(n / 8)), the first column in the lowest bit.
     """
-    scale = x.abs().sum(-1, keepdim=True) / sizes.clamp(min=1)
+    total = x.abs().sum(-1, keepdim=True, dtype=torch.float64)  # so that the order of summation hardly shows
+    scale = (total / sizes.clamp(min=1)).to(x.dtype)
     positive = pad(x >= 0, (0, -x.shape[-1] % 8))
     bytewise = positive.view(*x.shape[:-1], -1, 8).to(torch.uint8) << _shifts(x.device)
     return scale, bytewise.sum(-1, dtype=torch.uint8)

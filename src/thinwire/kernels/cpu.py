@@ -1,0 +1,78 @@
+"""The kernels on the CPU: numba loops over rows, in place on the tensors' own memory.
+
+They release the GIL, since the engine's threads run them side by side.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+Array = np.ndarray[Any, Any]
+compiled = njit(nogil=True, cache=True, fastmath=False)
+
+
+def encode_signs(x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    lead, n = x.shape[:-1], x.shape[-1]
+    width = -(-n // 8)
+    total = x.new_empty(*lead, 1, dtype=torch.float64)
+    bits = x.new_empty(*lead, width, dtype=torch.uint8)
+    _encode_signs(_rows(x, lead, n), _rows(total, lead, 1), _rows(bits, lead, width))
+    return (total / sizes.clamp(min=1)).to(x.dtype), bits
+
+
+def decode_signs(scale: Tensor, bits: Tensor, n: int) -> Tensor:
+    lead = bits.shape[:-1]
+    out = scale.new_empty(*lead, n)
+    _decode_signs(_rows(scale, lead, 1), _rows(bits, lead, -(-n // 8)), _rows(out, lead, n))
+    return out
+
+
+def _rows(x: Tensor, lead: torch.Size, n: int) -> Array:
+    """x as (rows, n). The view checks the shape, which the loops do not."""
+    return x.detach().contiguous().view(lead.numel(), n).numpy()
+
+
+@compiled
+def _encode_signs(x: Array, total: Array, bits: Array) -> None:
+    rows, n = x.shape
+    for r in range(rows):
+        sums = np.zeros(8)  # one for each column of a byte: a single one could not be vectorised
+        for j in range(n // 8):
+            bits[r, j] = _pack(x[r], 8 * j, 8, sums)
+        if n % 8:
+            bits[r, n // 8] = _pack(x[r], n - n % 8, n % 8, sums)
+        total[r, 0] = sums.sum()
+
+
+@compiled
+def _decode_signs(scale: Array, bits: Array, out: Array) -> None:
+    rows, n = out.shape
+    for r in range(rows):
+        magnitude = scale[r, 0]
+        for j in range(n // 8):
+            _unpack(magnitude, bits[r, j], out[r], 8 * j, 8)
+        if n % 8:
+            _unpack(magnitude, bits[r, n // 8], out[r], n - n % 8, n % 8)
+
+
+# The two below are inlined where they are called, so a count of 8 is unrolled into vector instructions.
+
+
+@compiled
+def _pack(x: Array, start: int, count: int, sums: Array) -> int:
+    byte = 0
+    for k in range(count):
+        sums[k] += abs(np.float64(x[start + k]))
+        byte |= (x[start + k] >= 0) << k
+    return byte
+
+
+@compiled
+def _unpack(magnitude: float, byte: int, out: Array, start: int, count: int) -> None:
+    for k in range(count):
+        out[start + k] = magnitude if byte >> k & 1 else -magnitude

@@ -1,0 +1,86 @@
+"""From ``"apm:warmup_steps=200+acp:rank=16"`` to an optimizer and what to attach for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire import registry
+from thinwire import spec as grammar
+from thinwire.optim import OPTIMIZERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD:
+    """torch's SGD with Nesterov momentum; the method averages its gradients."""
+
+    momentum: float = 0.9
+    """0 turns it off, for methods that have a momentum of their own."""
+    weight_decay: float = 0.0
+    """Added to the gradient, times the parameter."""
+
+    def optimizer(self, parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            parameters, lr, self.momentum, weight_decay=self.weight_decay, nesterov=self.momentum > 0
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """torch's Adam; the method averages its gradients."""
+
+    weight_decay: float = 0.0
+    """Decoupled, as in AdamW."""
+
+    def optimizer(self, parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr, weight_decay=self.weight_decay)
+
+
+BASES: dict[str, type[SGD] | type[Adam]] = {"sgd": SGD, "adam": Adam}
+DEFAULT_LR = {"sgd": 0.1, "adam": 1e-3, "apm": 1e-3, "dist-ef-sgdm": 0.1}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """An optimizer's spec and a method's, from ``optimizer+method``, or from either alone."""
+
+    optimizer: str
+    method: str | None
+
+    @classmethod
+    def parse(cls, text: str, default_optimizer: str) -> Recipe:
+        """Raises ``ValueError`` if it cannot be built."""
+        first, plus, second = text.partition("+")
+        name = grammar.split(first)[0]
+        if plus:
+            recipe = cls(first, second)
+        elif name in BASES:
+            recipe = cls(first, "dense")
+        elif name in OPTIMIZERS:
+            recipe = cls(first, None)
+        else:
+            grammar.choose("method", name, [*registry.METHODS, *BASES, *OPTIMIZERS])
+            recipe = cls(default_optimizer, first)
+        recipe.build([torch.nn.Parameter(torch.zeros(1))], None)
+        return recipe
+
+    @property
+    def default_lr(self) -> float:
+        return DEFAULT_LR[grammar.split(self.optimizer)[0]]
+
+    def build(self, parameters: Iterable[Tensor], lr: float | None) -> tuple[torch.optim.Optimizer, Any]:
+        """The optimizer, and what ``thinwire.attach`` is to be given: itself, or the method under it."""
+        name, options = grammar.split(self.optimizer)
+        grammar.choose("optimizer", name, [*BASES, *OPTIMIZERS])
+        lr = self.default_lr if lr is None else lr
+        if name in BASES:
+            assert self.method is not None
+            optimizer = grammar.build(BASES[name], name, options).optimizer(list(parameters), lr)
+            return optimizer, registry.parse(self.method)
+        fixed = {"lr": lr} | ({"exchange": registry.parse(self.method)} if self.method else {})
+        owner = grammar.build(OPTIMIZERS[name], name, options, list(parameters), **fixed)
+        return owner, owner
