@@ -106,9 +106,7 @@ def test_learns(spec: str, steps: int) -> None:
 
 @pytest.mark.parametrize("spec", SMALL)
 @pytest.mark.parametrize("training", [True, False])
-def test_evaluate_is_deterministic_and_leaves_no_trace(
-    spec: str, training: bool, small: dict[str, Workload]
-) -> None:
+def test_evaluate_is_deterministic_and_leaves_no_trace(spec: str, training: bool, small: dict[str, Workload]) -> None:
     workload = small[spec]
     model = workload.model.train(training)
     frozen = next(model.children()).eval()
@@ -211,9 +209,7 @@ def write_mnist(folder: Path, zipped: bool = True) -> dict[str, np.ndarray]:
         arrays[f"{part}-labels-idx1-ubyte"] = random.integers(0, 10, count, dtype=np.uint8)
     for name, array in arrays.items():
         raw = idx(array)
-        (folder / f"{name}.gz").write_bytes(gzip.compress(raw)) if zipped else (folder / name).write_bytes(
-            raw
-        )
+        (folder / f"{name}.gz").write_bytes(gzip.compress(raw)) if zipped else (folder / name).write_bytes(raw)
     return arrays
 
 

@@ -21,10 +21,11 @@ _context.set_forkserver_preload(["torch", "thinwire", "tests.workers"])
 
 
 class WorkerError(AssertionError):
-    """A worker raised; ``errors`` has each rank's traceback, or None."""
+    """A worker raised; ``errors`` has each rank's traceback, or None, and ``results`` what the others returned."""
 
-    def __init__(self, errors: list[str | None]) -> None:
+    def __init__(self, errors: list[str | None], results: list[Any]) -> None:
         self.errors = errors
+        self.results = results
         super().__init__("\n".join(f"rank {r}:\n{e}" for r, e in enumerate(errors) if e))
 
 
@@ -52,7 +53,7 @@ def run(function: Any, world: int, *args: Any, timeout: float = 90, group_timeou
                     process.join()
                 mine.close()
     if any(error for error, _ in outcomes):
-        raise WorkerError([error for error, _ in outcomes])
+        raise WorkerError([error for error, _ in outcomes], [result for _, result in outcomes])
     return [result for _, result in outcomes]
 
 

@@ -37,10 +37,15 @@ class Simulation:
         self._last_lr: float | None = None
 
     def reduce(self, inputs: Sequence[Tensors], lr: float | None = None) -> list[dict[str, Tensor]]:
-        """One step. A name that a worker leaves out is a zero there, and absent if all leave it out."""
+        """One step. A name that a worker leaves out is a zero there; one that all leave out is not reduced.
+
+        To a method that takes the whole gradient, a name that it has seen before is always a part of it.
+        """
         if len(inputs) != self.workers:
             raise ValueError(f"{self.workers} workers need as many dicts, not {len(inputs)}")
         shapes = {name: x for tensors in inputs for name, x in tensors.items()}
+        if self.method.whole:
+            shapes = self._shapes | shapes
         full = [{name: t.get(name, torch.zeros_like(x)) for name, x in shapes.items()} for t in inputs]
         parts = [{"": _joined(t)} for t in full] if self.method.whole else full
         names = [name for name, x in parts[0].items() if x.numel()]

@@ -35,6 +35,9 @@ class Wrapper(Method):
     def withheld(self, x: Tensor, state: Any, ctx: Context) -> Tensor:
         return self.inner.withheld(x, state, ctx)
 
+    def refund(self, state: Any, amount: Tensor) -> State:
+        return self.inner.refund(state, amount)
+
     def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> State:
         return self.inner.resize(x, states, ctx)
 
@@ -67,6 +70,9 @@ class ErrorFeedback(Wrapper):
 
     def withheld(self, x: Tensor, state: ErrorFeedbackState, ctx: Context) -> Tensor:
         return state.error + self.inner.withheld(x, state.inner, ctx)
+
+    def refund(self, state: ErrorFeedbackState, amount: Tensor) -> ErrorFeedbackState:
+        return state._replace(error=state.error + amount)
 
     def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> ErrorFeedbackState:
         world, owed = len(states), torch.zeros_like(x)
@@ -101,6 +107,9 @@ class Nesterov(Wrapper):
 
     def withheld(self, x: Tensor, state: NesterovState, ctx: Context) -> Tensor:
         return self.inner.withheld(x, state.inner, ctx)
+
+    def refund(self, state: NesterovState, amount: Tensor) -> NesterovState:
+        return state._replace(inner=self.inner.refund(state.inner, amount))
 
     def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> NesterovState:
         momentum = torch.stack([s.momentum for s in states]).mean(0)

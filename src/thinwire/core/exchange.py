@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,37 +15,50 @@ WIDE = (torch.float32, torch.float64)
 
 
 def exchange(
-    method: Method, x: Tensor, state: Any, ctx: Context, present: Tensor | None = None
+    method: Method,
+    x: Tensor,
+    state: Any,
+    ctx: Context,
+    present: Tensor | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> Exchange[tuple[Tensor, State]]:
     """The mean and the state to keep.
 
     A mean that is not finite is handed on, and the state stays as it was: all workers see the same mean, so all agree.
-    ``present``, if given, says whether this worker has a gradient at all. If no worker has one, the trainer drops the
-    answer, so the answer is zero and nothing of what is owed is spent.
+
+    ``present`` says whether this worker has a gradient for ``x``, or for each of its parts of the given ``sizes``.
+    Where no worker has one, the trainer drops the answer: it is zero there, and what was owed is still owed.
     """
     reduction = method.reduce(x if x.dtype in WIDE else x.float(), state, ctx)
     if present is None:
-        (out, new), anywhere = (yield from reduction), True
+        out, new = yield from reduction
+        absent = None
     else:
-        (out, new), anywhere = yield from _with_presence(reduction, present)
-    if not anywhere:
+        (out, new), share = yield from _with_presence(reduction, present)
+        absent = share == 0
+    if not finite(out.mean):
+        return out.mean, state
+    if absent is None or not absent.any():
+        return out.mean, new
+    if sizes is None:
         return torch.zeros_like(x), state
-    return out.mean, new if finite(out.mean) else state
+    dropped = out.mean * absent.repeat_interleave(torch.tensor(sizes, device=x.device))
+    return out.mean - dropped, method.refund(new, dropped)
 
 
 def _with_presence(
     reduction: Exchange[tuple[Reduced, State]], present: Tensor
-) -> Exchange[tuple[tuple[Reduced, State], bool]]:
-    """The reduction, with one number more in its first round: whether any worker is present."""
+) -> Exchange[tuple[tuple[Reduced, State], Tensor]]:
+    """The reduction with some numbers more in its first round: which share of the workers is present."""
     request = next(reduction)
     first = request if isinstance(request, tuple) else (request,)
-    *answers, share = yield (*first, AllReduce(present.float().view(1)))
+    *answers, share = yield (*first, AllReduce(present.float()))
     reply: Any = tuple(answers) if isinstance(request, tuple) else answers[0]
     while True:
         try:
             reply = yield reduction.send(reply)
         except StopIteration as stop:
-            return stop.value, bool(share.item())
+            return stop.value, share
 
 
 def finite(t: Tensor) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -126,13 +127,10 @@ def _split(requests: Sequence[Request], answer: Tensor) -> Iterator[Any]:
 
 def _flat(tensors: Sequence[Tensor], scratch: Tensor | None) -> Tensor:
     """The tensors end to end; no copy is made where they are the scratch memory itself."""
-    if scratch is not None and not scratch.is_meta:
-        end = scratch.data_ptr()
-        for t in tensors:
-            if t.data_ptr() != end or not t.is_contiguous():
-                break
-            end += t.numel() * t.element_size()
-        if end == scratch.data_ptr() + scratch.numel() * scratch.element_size():
+    if scratch is not None and sum(t.numel() for t in tensors) == scratch.numel():
+        start, size = scratch.data_ptr(), scratch.element_size()
+        offsets = accumulate((t.numel() * size for t in tensors), initial=start)
+        if all(t.data_ptr() == here and t.is_contiguous() for t, here in zip(tensors, offsets, strict=False)):
             return scratch
     return torch.cat([t.reshape(-1) for t in tensors])
 

@@ -75,6 +75,10 @@ class Method:
         """This worker's part of what is not applied yet; its mean over workers is all that is owed."""
         return torch.zeros_like(x)
 
+    def refund(self, state: Any, amount: Tensor) -> State:
+        """The state after ``amount``, a part of the last mean, was not applied: it is owed again."""
+        return state  # type: ignore[no-any-return]
+
     def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> State:
         """My state in a new world, from those of all workers of the old one. Replicated state is any one's."""
         return states[0]  # type: ignore[no-any-return]

@@ -53,11 +53,10 @@ def _encode_signs(x: Array, total: Array, bits: Array) -> None:
 def _decode_signs(scale: Array, bits: Array, out: Array) -> None:
     rows, n = out.shape
     for r in range(rows):
-        magnitude = scale[r, 0]
         for j in range(n // 8):
-            _unpack(magnitude, bits[r, j], out[r], 8 * j, 8)
+            _unpack(scale[r, 0], bits[r, j], out[r], 8 * j, 8)
         if n % 8:
-            _unpack(magnitude, bits[r, n // 8], out[r], n - n % 8, n % 8)
+            _unpack(scale[r, 0], bits[r, n // 8], out[r], n - n % 8, n % 8)
 
 
 # The two below are inlined where they are called, so a count of 8 is unrolled into vector instructions.
@@ -73,6 +72,6 @@ def _pack(x: Array, start: int, count: int, sums: Array) -> int:
 
 
 @compiled
-def _unpack(magnitude: float, byte: int, out: Array, start: int, count: int) -> None:
+def _unpack(scale: float, byte: int, out: Array, start: int, count: int) -> None:
     for k in range(count):
-        out[start + k] = magnitude if byte >> k & 1 else -magnitude
+        out[start + k] = scale if byte >> k & 1 else -scale

@@ -86,22 +86,18 @@ def _bind(ddp: DistributedDataParallel, sync: Synchronizer | None, problem: Valu
     """Compare notes with the other ranks, so that all attach or none does."""
     device = next(ddp.module.parameters()).device
     transport = Transport(ddp.process_group, device)
-    try:
-        every = ddp.module.named_parameters()
-        card = {
-            "problem": str(problem) if problem else "",
-            "method": sync.identity() if sync else "",
-            "parameters": [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in every],
-        }
-        cards = transport.gather_objects(card)
-        if problem is not None:
-            raise problem
-        _compare(cards)
-        assert sync is not None
-        sync.bind(transport, ddp.module, may_be_absent=ddp.find_unused_parameters or ddp.static_graph)
-    except BaseException:
-        transport.close()
-        raise
+    every = ddp.module.named_parameters()
+    card = {
+        "problem": str(problem) if problem else "",
+        "method": sync.identity() if sync else "",
+        "parameters": [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in every],
+    }
+    cards = transport.gather_objects(card)
+    if problem is not None:
+        raise problem
+    _compare(cards)
+    assert sync is not None
+    sync.bind(transport, ddp.module, may_be_absent=ddp.find_unused_parameters or ddp.static_graph)
 
 
 def _compare(cards: list[dict[str, Any]]) -> None:

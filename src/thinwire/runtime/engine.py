@@ -31,13 +31,14 @@ class _Answered:
 
 
 class Job:
-    """One bucket's exchange, and what to do with its outcome."""
+    """One bucket's exchange: how it starts, where its outcome goes, and who is told when it is there."""
 
     def __init__(
         self,
         label: str,
         start: Callable[[], Lockstep[tuple[Tensor, Any]]],
         finish: Callable[[Results], None],
+        release: Callable[[], None],
         fail: Callable[[ExchangeError], None],
         tensors: Sequence[Tensor],
         last: bool,
@@ -45,6 +46,7 @@ class Job:
         self.label = label
         self.start = start
         self.finish = finish
+        self.release = release
         self.fail = fail
         self.last = last
         self.submitted = time.perf_counter()
@@ -144,6 +146,7 @@ class Engine:
             self._jobs.popleft()
             if job.last:
                 self._account()
+            job.release()
             if not self._jobs:
                 return
             job = self._jobs[0]

@@ -186,10 +186,13 @@ class Synchronizer:
                 if mean.data_ptr() != part.grad.data_ptr():
                     part.grad.copy_(mean)
                 self._keep(ctx, state)
-            self._done(bucket, future)
+            self._count(bucket)
+
+        def release() -> None:
+            future.set_result(bucket.buffer)
 
         label = f"bucket {bucket.number} ({parts[0].name} ...)" if parts else f"bucket {bucket.number}"
-        return Job(label, start, finish, future.set_result, [bucket.buffer], bucket.last)
+        return Job(label, start, finish, release, future.set_result, [bucket.buffer], bucket.last)
 
     def _whole_job(self, held: list[tuple[Bucket, Future[Any]]]) -> Job:
         order = {name: i for i, name in enumerate(self._names.values())}
@@ -198,8 +201,10 @@ class Synchronizer:
 
         def start() -> Lockstep[tuple[Tensor, State]]:
             self._agree(ctx.step)
+            present = self._present(parts)
             vector = torch.cat([self._outgoing(part).flatten() for part in parts])
-            return Lockstep([exchange(self.method, vector, self._state(ctx), ctx)])
+            sizes = [part.grad.numel() for part in parts]
+            return Lockstep([exchange(self.method, vector, self._state(ctx), ctx, present, sizes)])
 
         def finish(results: Results) -> None:
             mean, state = results[0]
@@ -207,18 +212,26 @@ class Synchronizer:
             for part, piece in zip(parts, pieces, strict=True):
                 part.grad.copy_(piece.view_as(part.grad))
             self._keep(ctx, state)
+            for bucket, _ in held:
+                self._count(bucket)
+
+        def release() -> None:
             for bucket, future in held:
-                self._done(bucket, future)
+                future.set_result(bucket.buffer)
 
         def fail(error: ExchangeError) -> None:
             for _, future in held:
                 future.set_result(error)
 
-        return Job("the whole gradient", start, finish, fail, [bucket.buffer for bucket, _ in held], last=True)
+        return Job("the whole gradient", start, finish, release, fail, [bucket.buffer for bucket, _ in held], last=True)
 
     def _exchange(self, part: Part, ctx: Context) -> Exchange[tuple[Tensor, State]]:
-        present = part.grad.any() if self._may_be_absent else None
+        present = self._present([part])
         return exchange(self.method, self._outgoing(part), self._state(ctx), ctx, present)
+
+    def _present(self, parts: Sequence[Part]) -> Tensor | None:
+        """Where a parameter may be unused, DDP hands over zeros for it, and drops the answer if all ranks did."""
+        return torch.stack([part.grad.any() for part in parts]) if self._may_be_absent else None
 
     def _outgoing(self, part: Part) -> Tensor:
         return part.grad if self._owner is None else self._owner.outgoing(part.parameter, part.grad)
@@ -234,10 +247,9 @@ class Synchronizer:
             if ctx.lr:  # the errors are now in units of this rate
                 self._last_lr[ctx.name] = ctx.lr
 
-    def _done(self, bucket: Bucket, future: Future[Any]) -> None:
+    def _count(self, bucket: Bucket) -> None:
         dense = Collective("all_reduce", bucket.buffer)
         self._telemetry.counters.bytes_dense += dense.bytes_sent(self._place()[1])
-        future.set_result(bucket.buffer)
 
     def _agree(self, step: int) -> None:
         """Before the first exchange: the workers must stand at the same step, as they do if all or none resumed."""

@@ -81,6 +81,3 @@ class Transport:
             pass
         self._group.abort()
         return message
-
-    def close(self) -> None:
-        dist.destroy_process_group(self._group)

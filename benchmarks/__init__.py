@@ -1,0 +1,1 @@
+"""Commands that measure. Each prints what it ran beside what it found."""

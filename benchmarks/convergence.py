@@ -1,0 +1,150 @@
+"""Same loss? Every method against the uncompressed run of the same length, each with its learning rate tuned.
+
+    python -m benchmarks.convergence [--text FILE] [--images DIR] [--only lm,text,image] [--out DIR]
+
+Runs ``thinwire train`` with real workers over gloo. The learning rate is chosen on seed 0 and then kept for all seeds;
+a run that is found in ``--out`` is not repeated, so the command can be stopped and started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+LM = "lm:layers=2,width=128"
+ADAM, SGD = [2e-3, 4e-3, 8e-3], [0.2, 0.4, 0.8]
+APM, DIST = [1e-3, 2e-3, 4e-3], [0.1, 0.2, 0.4]
+
+
+@dataclass(frozen=True)
+class Entry:
+    method: str
+    rates: list[float]
+    """Tried on seed 0; the best is kept for the other seeds. Empty: the rate found for ``like``."""
+    baseline: str | None = None
+    seeds: int = 3
+    like: str = ""
+
+
+def lm_entries(steps: int) -> list[Entry]:
+    apm = f"apm:warmup_steps={steps // 5}"
+    return [
+        Entry("adam", ADAM),
+        Entry(apm, APM, "adam"),
+        Entry(f"{apm}+acp:rank=16", APM, "adam"),
+        Entry("sgd", SGD),
+        Entry("dist-ef-sgdm", DIST, "sgd"),
+    ]
+
+
+def rank_entries(steps: int) -> list[Entry]:
+    """The curve of rank, loss and bytes, one seed each."""
+    apm = f"apm:warmup_steps={steps // 5}"
+    ranks = {
+        f"{apm}+acp": (4, 8, 32),
+        "adam+acp": (4, 16, 32),
+        "adam+powersgd": (4, 16),
+        "sgd+acp": (4, 16),
+    }
+    likes = {f"{apm}+acp": f"{apm}+acp:rank=16"}
+    return [
+        Entry(f"{name}:rank={r}", [], base := "sgd" if name.startswith("sgd") else "adam", 1, likes.get(name, base))
+        for name, choices in ranks.items()
+        for r in choices
+    ]
+
+
+def image_entries(steps: int) -> list[Entry]:
+    return [
+        Entry("sgd", [0.05, 0.1, 0.2]),
+        Entry("sgd+acp:rank=4", [0.05, 0.1], "sgd"),
+        Entry("sgd+powersgd:rank=4", [0.05, 0.1], "sgd"),
+        Entry("dist-ef-sgdm", [0.02, 0.05, 0.1], "sgd"),
+        Entry("adam", [1e-3, 2e-3, 4e-3]),
+        Entry(f"apm:warmup_steps={steps // 5}", [5e-4, 1e-3, 2e-3], "adam"),
+    ]
+
+
+def run(out: Path, options: list[str], method: str, lr: float, seed: int) -> dict:
+    name = "_".join([method, *options, f"{lr:g}", str(seed)])
+    path = out / ("".join(c if c.isalnum() or c in "-_.=" else "-" for c in name) + ".json")
+    if not path.exists():
+        command = [sys.executable, "-m", "thinwire", "train", method, *options]
+        command += ["--lr", f"{lr:g}", "--seed", str(seed), "--json", str(path)]
+        print("$ thinwire", *command[3:-2], file=sys.stderr, flush=True)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return json.loads(path.read_text())
+
+
+def finite(loss: float) -> float:
+    return loss if loss == loss else float("inf")
+
+
+def measure(out: Path, options: list[str], entry: Entry) -> dict:
+    tuned = {lr: run(out, options, entry.method, lr, 0) for lr in entry.rates}
+    lr = min(tuned, key=lambda rate: finite(tuned[rate]["val_loss"]))
+    runs = [tuned[lr], *(run(out, options, entry.method, lr, seed) for seed in range(1, entry.seeds))]
+    losses = [r["val_loss"] for r in runs]
+    return {
+        "lr": lr,
+        "loss": statistics.fmean(losses),
+        "spread": statistics.stdev(losses) if len(losses) > 1 else None,
+        "accuracy": statistics.fmean(r["val_accuracy"] for r in runs) if "val_accuracy" in runs[0] else None,
+        "less": runs[0]["dense_bytes_per_step"] / runs[0]["bytes_per_step"],
+        "less_after": runs[0]["dense_bytes_per_step"] / runs[0]["bytes_last_step"],
+        "seeds": len(runs),
+    }
+
+
+def table(out: Path, title: str, options: list[str], entries: list[Entry]) -> None:
+    shown = ["PATH" if before == "--data" else option for before, option in zip(["", *options], options, strict=False)]
+    print(f"\n{title}: `thinwire train METHOD {' '.join(shown)}`\n")
+    print("| method | lr | seeds | validation loss | against baseline | accuracy | bytes, whole run | after warm-up |")
+    print("|---|---|---|---|---|---|---|---|")
+    base: dict[str, dict] = {}
+    for entry in entries:
+        if entry.like:
+            entry = replace(entry, rates=[base[entry.like]["lr"]])
+        result = measure(out, options, entry)
+        base[entry.method] = result
+        reference = base[entry.baseline] if entry.baseline else None
+        relative = f"{100 * (result['loss'] / reference['loss'] - 1):+.1f} %" if reference else "baseline"
+        spread = f" ± {result['spread']:.3f}" if result["spread"] is not None else ""
+        accuracy = f"{100 * result['accuracy']:.2f} %" if result["accuracy"] is not None else ""
+        print(
+            f"| `{entry.method}` | {result['lr']:g} | {result['seeds']} | {result['loss']:.4f}{spread} | {relative} "
+            f"| {accuracy} | {result['less']:.1f}x less | {result['less_after']:.1f}x less |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, help="a text file for a second language model")
+    parser.add_argument("--images", type=Path, help="a folder of MNIST or CIFAR-10 files, in place of drawn digits")
+    parser.add_argument("--only", default="lm,text,image", help="which tables")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--lm-steps", type=int, default=400)
+    parser.add_argument("--image-steps", type=int, default=300)
+    parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    wanted = args.only.split(",")
+    lm = ["--workload", LM, "--workers", str(args.workers), "--steps", str(args.lm_steps)]
+    if "lm" in wanted:
+        table(args.out, "Python's standard library", lm, lm_entries(args.lm_steps) + rank_entries(args.lm_steps))
+    if "text" in wanted and args.text:
+        table(args.out, args.text.name, [*lm, "--data", str(args.text)], lm_entries(args.lm_steps))
+    if "image" in wanted:
+        options = ["--workload", "image", "--workers", str(args.workers), "--steps", str(args.image_steps)]
+        options += ["--data", str(args.images)] if args.images else []
+        table(args.out, "Images", options, image_entries(args.image_steps))
+
+
+if __name__ == "__main__":
+    main()
