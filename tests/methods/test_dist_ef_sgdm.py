@@ -15,13 +15,13 @@ from thinwire.optim import DistEFBlockSGDM
 
 torch.set_num_threads(1)
 
+WORLD = 3
 TINY = 2
 """The last bias has two elements: one bit each would not halve its bytes, so it goes dense."""
 
 
 @dataclass(frozen=True)
 class Case:
-    world: int
     rates: list[float]
     options: dict[str, Any] = field(default_factory=dict)
     own_rates: dict[str, list[float]] = field(default_factory=dict)
@@ -32,13 +32,13 @@ class Case:
 
 
 CASES = {
-    "step decay and weight decay": Case(2, [0.2] * 5 + [0.02] * 4, {"weight_decay": 0.05}),
-    "momentum off": Case(2, [0.2, 0.1, 0.0, 0.3, 0.1, 0.0, 0.2], {"momentum": 0.0, "weight_decay": 0.1}),
-    "warm-up from zero": Case(3, [0.0, 0.0, 0.05, 0.1, 0.15, 0.2, 0.2, 0.02], {"momentum": 0.8}),
+    "step decay and weight decay": Case([0.2] * 5 + [0.02] * 4, {"weight_decay": 0.05}),
+    "momentum off": Case([0.2, 0.1, 0.0, 0.3, 0.1, 0.0, 0.2], {"momentum": 0.0, "weight_decay": 0.1}),
+    "warm-up from zero": Case([0.0, 0.0, 0.05, 0.1, 0.15, 0.2, 0.2, 0.02], {"momentum": 0.8}),
     "a rate to each group": Case(
-        3, [0.1] * 8, {"weight_decay": 0.02}, own_rates={"2.weight": [0.2, 0.2, 0.2, 0.04, 0.04, 0.04, 0.2, 0.2]}
+        [0.1] * 8, {"weight_decay": 0.02}, own_rates={"2.weight": [0.2, 0.2, 0.2, 0.04, 0.04, 0.04, 0.2, 0.2]}
     ),
-    "dense": Case(2, [0.2, 0.2, 0.1, 0.3, 0.02, 0.02], {"weight_decay": 0.1, "exchange": "dense"}),
+    "dense": Case([0.2, 0.2, 0.1, 0.3, 0.02, 0.02], {"weight_decay": 0.1, "exchange": "dense"}),
 }
 
 
@@ -105,26 +105,22 @@ def _run(rank, case):
 
 @pytest.fixture(scope="module")
 def runs():
-    """What each case's ranks returned; the cases of one number of workers share its processes."""
-    found = {}
-    for world in sorted({case.world for case in CASES.values()}):
-        cases = {name: case for name, case in CASES.items() if case.world == world}
-        ranks = workers.run(_train, world, cases)
-        found |= {name: [result[name] for result in ranks] for name in cases}
-    return found
+    """What each case's ranks returned; all cases share the processes."""
+    ranks = workers.run(_train, WORLD, CASES)
+    return {name: [result[name] for result in ranks] for name in CASES}
 
 
 def paper_run(case):
     """Algorithm 3 for all workers: the parameters after each step."""
     mu, wd = case.options.get("momentum", 0.9), case.options.get("weight_decay", 0.0)
     x = parameters_of(network())
-    m = [{name: torch.zeros_like(value) for name, value in x.items()} for _ in range(case.world)]
+    m = [{name: torch.zeros_like(value) for name, value in x.items()} for _ in range(WORLD)]
     wm = {name: torch.zeros_like(value) for name, value in x.items()}
-    blocks = {name: Paper(value.numel(), case.world) for name, value in x.items()}
+    blocks = {name: Paper(value.numel(), WORLD) for name, value in x.items()}
     last = dict.fromkeys(x, 0.0)
     history = []
     for step in range(len(case.rates)):
-        gradients = local_gradients(x, case.world, step)
+        gradients = local_gradients(x, WORLD, step)
         for name in x:
             lr = case.rate(name, step)
             p = []
@@ -135,7 +131,7 @@ def paper_run(case):
             if lr:
                 exact = x[name].numel() <= TINY or case.options.get("exchange") == "dense"
                 ratio = last[name] / lr if last[name] else 1.0
-                D = sum(p) / case.world if exact else blocks[name].step(p, ratio)
+                D = sum(p) / WORLD if exact else blocks[name].step(p, ratio)
                 x[name] = x[name] - lr * (D + mu * wm[name] + wd * x[name])
                 last[name] = lr
         history.append(dict(x))
@@ -163,14 +159,14 @@ def test_with_an_exact_exchange_it_is_torchs_nesterov_sgd(runs):
     opt = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, nesterov=True, weight_decay=0.1)
     for step, lr in enumerate(case.rates):
         opt.zero_grad()
-        (sum(loss_of(model, rank, step) for rank in range(case.world)) / case.world).backward()
+        (sum(loss_of(model, rank, step) for rank in range(WORLD)) / WORLD).backward()
         opt.param_groups[0]["lr"] = lr
         opt.step()
         assert_same_parameters(runs["dense"][0][0][step], parameters_of(model), 1e-12)
 
 
 def test_compression_leaves_its_mark(runs):
-    exact = paper_run(Case(2, CASES["step decay and weight decay"].rates, {"weight_decay": 0.05, "exchange": "dense"}))
+    exact = paper_run(Case(CASES["step decay and weight decay"].rates, {"weight_decay": 0.05, "exchange": "dense"}))
     seen = runs["step decay and weight decay"][0][0]
     assert all((seen[-1][n] - exact[-1][n]).abs().max() > 1e-3 for n in ("0.weight", "2.weight", "4.weight"))
 

@@ -72,7 +72,7 @@ class Synchronizer:
         self._states: dict[str, State] = {}
         self._last_lr: dict[str, float] = {}
         self._names: dict[Tensor, str] = {}
-        self._groups: dict[Tensor, dict[str, Any]] = {}
+        self._groups: dict[Tensor, int] = {}
         self._telemetry = Telemetry()
         self._engine: Engine | None = None
         self._agreed = False
@@ -93,7 +93,8 @@ class Synchronizer:
         """Take charge of ``module``'s gradients. ``may_be_absent``: a step may leave parameters unused."""
         self._names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         if self._optimizer is not None:
-            self._groups = {p: group for group in self._optimizer.param_groups for p in group["params"]}
+            # by number: an optimizer that loads a state makes new dicts of its groups
+            self._groups = {p: i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
         self._may_be_absent = may_be_absent
         self._engine = engine = Engine(transport, self._telemetry, repr(self.method))
         weakref.finalize(self, engine.close)
@@ -262,8 +263,9 @@ class Synchronizer:
 
     def _context(self, name: str, parameter: Tensor | None = None) -> Context:
         rank, world = self._place()
-        group = self._groups.get(parameter) if parameter is not None else None
-        lr = float(group["lr"]) if group is not None else None
+        lr = None
+        if self._optimizer is not None and parameter in self._groups:
+            lr = float(self._optimizer.param_groups[self._groups[parameter]]["lr"])
         return Context(self._step, name, rank, world, self._seed, lr, self._last_lr.get(name))
 
     def _place(self) -> tuple[int, int]:

@@ -69,8 +69,8 @@ class Progress:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """The schedule as a factor: a linear rise over the first twentieth, then a cosine down to a tenth."""
-    rise = max(1, steps // 20)
+    """The schedule as a factor: a linear rise over the first tenth, then a cosine down to a tenth."""
+    rise = max(1, steps // 10)
     if step < rise:
         return (step + 1) / rise
     done = (step - rise) / max(1, steps - rise)
