@@ -35,7 +35,7 @@ def build(spec, model=None, bucket_cap_mb=0.01):
 
 def set_rate(optimizer, step):
     for group in optimizer.param_groups:
-        group["lr"] = 0.1 / (1 + step)  # so that errors which follow it are scaled
+        group["lr"] = optimizer.defaults["lr"] / (1 + step)  # so that errors which follow it are scaled
 
 
 def run_steps(model, optimizer, rank, steps):

@@ -34,7 +34,7 @@ class Simulation:
         self.states: list[dict[str, State]] = [{} for _ in range(workers)]
         self._like: dict[str, Tensor] = {}
         self._shapes: dict[str, Tensor] = {}
-        self._last_lr: float | None = None
+        self._last_lr: dict[str, float] = {}
 
     def reduce(self, inputs: Sequence[Tensors], lr: float | None = None) -> list[dict[str, Tensor]]:
         """One step. A name that a worker leaves out is a zero there; one that all leave out is not reduced.
@@ -58,15 +58,18 @@ class Simulation:
             rounds = [lockstep.advance(a) for lockstep, a in zip(locksteps, answers, strict=True)]
 
         self.step += 1
-        self._last_lr = lr or self._last_lr
         self._shapes.update(shapes)
-        outs = []
+        outs, last_lr = [], {}
         for rank, lockstep in enumerate(locksteps):
             results = dict(zip(names, lockstep.results, strict=True))
-            self.states[rank].update({name: state for name, (_, state) in results.items()})
+            for name, (_, state) in results.items():
+                if lr and state is not self.states[rank][name]:
+                    last_lr[name] = lr
+                self.states[rank][name] = state
             means = {n: results[n][0] if n in results else x.clone() for n, x in parts[rank].items()}
             means = _parted(means[""], shapes) if self.method.whole else means
             outs.append({name: mean.to(shapes[name].dtype) for name, mean in means.items()})
+        self._last_lr |= last_lr
         return outs
 
     def owed(self) -> dict[str, Tensor]:
@@ -88,7 +91,7 @@ class Simulation:
         return Lockstep(exchanges)
 
     def _context(self, rank: int, name: str, lr: float | None = None) -> Context:
-        return Context(self.step, name, rank, self.workers, self.seed, lr, self._last_lr)
+        return Context(self.step, name, rank, self.workers, self.seed, lr, self._last_lr.get(name))
 
 
 def _joined(tensors: Tensors) -> Tensor:

@@ -17,17 +17,17 @@ from thinwire.kernels import reference
 class Kernels(Protocol):
     """What each module of kernels defines; ``reference`` says what they mean."""
 
-    def encode_signs(self, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]: ...
+    def encode_signs(self, x: Tensor, sizes: Tensor, block: int) -> tuple[Tensor, Tensor]: ...
 
-    def decode_signs(self, scale: Tensor, bits: Tensor, n: int) -> Tensor: ...
-
-
-def encode_signs(x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    return _for(x).encode_signs(x, sizes)
+    def decode_signs(self, scale: Tensor, bits: Tensor, n: int, block: int) -> Tensor: ...
 
 
-def decode_signs(scale: Tensor, bits: Tensor, n: int) -> Tensor:
-    return _for(scale).decode_signs(scale, bits, n)
+def encode_signs(x: Tensor, sizes: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    return _for(x).encode_signs(x, sizes, block)
+
+
+def decode_signs(scale: Tensor, bits: Tensor, n: int, block: int) -> Tensor:
+    return _for(scale).decode_signs(scale, bits, n, block)
 
 
 def _for(x: Tensor) -> Kernels:

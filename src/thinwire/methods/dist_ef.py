@@ -24,19 +24,26 @@ from thinwire.core.method import Method
 
 
 class Signs(NamedTuple):
-    scale: Tensor  # (..., 1)
+    scale: Tensor  # (..., ceil(n / block))
     bits: Tensor  # (..., ceil(n / 8)) uint8
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledSign:
-    """C(x) = (|x|_1 / d) sign(x), row by row; its error is (1 - |x|_1^2 / (d |x|_2^2)) |x|_2^2."""
+    """C(x) = (|x|_1 / d) sign(x) for each block; its error is (1 - |x|_1^2 / (d |x|_2^2)) |x|_2^2."""
+
+    block: int = 0
+    """Most elements that share a scale; 0 for all of a row."""
 
     def encode(self, x: Tensor, sizes: Tensor) -> Signs:
-        return Signs(*kernels.encode_signs(x, sizes))
+        return Signs(*kernels.encode_signs(x, sizes, self._block(x.shape[-1])))
 
     def decode(self, payload: Signs, n: int) -> Tensor:
-        return kernels.decode_signs(payload.scale, payload.bits, n)
+        return kernels.decode_signs(payload.scale, payload.bits, n, self._block(n))
+
+    def _block(self, n: int) -> int:
+        row = n + -n % 8
+        return min(self.block, row) if self.block else row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +64,21 @@ class DistEF:
     def method(self) -> Method:
         return nesterov(self.momentum, whole(self.exchange()))
 
-    def exchange(self) -> Method:
-        return error_feedback(two_way(ScaledSign(), self.max_ratio), self.max_ratio)
+    def exchange(self, block: int = 0) -> Method:
+        return error_feedback(two_way(ScaledSign(block), self.max_ratio), self.max_ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistEFBlock(DistEF):
-    """Two-way 1-bit with error feedback; each tensor is a block with scales of its own."""
+    """Two-way 1-bit with error feedback; a scale for each block of a tensor."""
+
+    block: int = 1024
+    """Most elements that share a scale, a multiple of 8; 0 makes a tensor's chunk one block."""
+
+    def __post_init__(self) -> None:
+        DistEF.__post_init__(self)
+        if self.block < 0 or self.block % 8:
+            raise ValueError(f"block must be 0 or a multiple of 8, not {self.block}")
 
     def method(self) -> Method:
-        return nesterov(self.momentum, where(Rule(), self.exchange()))
+        return nesterov(self.momentum, where(Rule(), self.exchange(self.block)))

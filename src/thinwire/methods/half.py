@@ -2,7 +2,7 @@
 
     out = mean_i half(g_i), summed in that type after dividing by W
 
-No error is kept: rounding is small and nearly unbiased. fp16 overflows above 65504 / W; bf16 does not.
+No error is kept: rounding is small and nearly unbiased. fp16 overflows above 65504; bf16 does not.
 """
 
 from __future__ import annotations

@@ -6,9 +6,11 @@
 
 ``warmup_steps="auto"`` ends the warm-up when |v_t|_1 / |v_{t-D}|_1 >= 0.96, D = 1 / (1 - b2), once lr no longer rises.
 
-Departure: the exchange may be any method, 1 bit a number being the default; low rank works here, where it lags if
-Adam is given a compressed gradient. Scales are per tensor. At the freeze v is floored at a fraction of its tensor's
-mean: a coordinate whose gradient was always zero would otherwise be driven by compression noise over eps.
+Departure: m and v are corrected for their start from zero, as in Adam itself and unlike the paper, unless
+``bias_correction=False``: a v frozen before 1 / (1 - b2) steps would otherwise stay too small for the rest of the run.
+The exchange may be any method; low rank works here, where it lags if Adam is given a compressed gradient. Scales are
+per block of a tensor. At a lossy freeze v is floored at a fraction of its tensor's mean: a coordinate whose gradient
+was always zero would otherwise be driven by compression noise over eps.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from torch.optim import Optimizer
 
 from thinwire.core.combine import after
 from thinwire.core.exchange import finite
-from thinwire.core.method import Method
-from thinwire.registry import Recipe, resolve
+from thinwire.core.method import Dense, Method
+from thinwire.optim.common import check_at_least_zero, check_same_in_all_groups, evaluate, exchange_of
+from thinwire.registry import Recipe
 
 STABLE = 0.96
 
@@ -42,22 +45,23 @@ class APMSqueeze(Optimizer):
         weight_decay: float = 0.0,
         warmup_steps: int | Literal["auto"] = "auto",
         exchange: str | Recipe | Method = "dist-ef-block",
-        v_floor: float = 1e-4,
-        bias_correction: bool = False,
+        v_floor: float = 1e-2,
+        bias_correction: bool = True,
     ) -> None:
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("v_floor", v_floor)):
-            if not value >= 0:
-                raise ValueError(f"{name} must be at least 0, not {value}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must be in [0, 1), not {betas}")
-        if warmup_steps != "auto" and (not isinstance(warmup_steps, int) or warmup_steps < 1):
+        check_at_least_zero(lr=lr, eps=eps, weight_decay=weight_decay, v_floor=v_floor)
+        if not (isinstance(betas, tuple | list) and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
+            raise ValueError(f"betas must be two numbers in [0, 1), not {betas}")
+        if warmup_steps != "auto" and (type(warmup_steps) is not int or warmup_steps < 1):
             raise ValueError(f"warmup_steps must be 'auto' or at least 1, not {warmup_steps!r}")
         shared = {"step": 0, "frozen_at": 0, "v_norms": [], "last_lr": 0.0}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **shared})
+        check_same_in_all_groups(self, "betas")
         self._warmup_steps = warmup_steps
         self._v_floor = v_floor
         self._bias_correction = bias_correction
-        self.method = after(_Frozen(self), resolve(exchange))
+        method = exchange_of(exchange)
+        self._lossless = isinstance(method, Dense)
+        self.method = after(_Frozen(self), method)
 
     @property
     def frozen(self) -> bool:
@@ -71,11 +75,8 @@ class APMSqueeze(Optimizer):
         return grad.lerp_(m, beta) if grad.dtype == m.dtype else torch.lerp(grad.to(m.dtype), m, beta)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        loss = evaluate(closure)
         frozen, (beta1, beta2) = self.frozen, self.defaults["betas"]
         correction1, correction2 = self._corrections(beta1, beta2)
         for group in self.param_groups:
@@ -83,15 +84,14 @@ class APMSqueeze(Optimizer):
                 m, v = self._buffers(x)
                 g = x.grad.to(m.dtype)
                 if not finite(g):
-                    x.fill_(float("nan"))  # as any optimizer would, but m and v stay clean
-                    continue
-                if frozen:
-                    m.copy_(g)
+                    direction = g  # spoils x, as with any optimizer, but m and v stay clean
+                elif frozen:
+                    direction = m.copy_(g)
                 else:
-                    m.lerp_(g, 1 - beta1)
+                    direction = m.lerp_(g, 1 - beta1)
                     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
                 update = (v / correction2).sqrt_().add_(group["eps"])
-                torch.div(m, update, out=update).div_(correction1).add_(x, alpha=group["weight_decay"])
+                torch.div(direction, update, out=update).div_(correction1).add_(x, alpha=group["weight_decay"])
                 x.add_(update, alpha=-group["lr"])
         self._count()
         return loss
@@ -102,9 +102,10 @@ class APMSqueeze(Optimizer):
         lead["step"] += 1
         if lead["frozen_at"]:
             return
-        over = lead["step"] == self._warmup_steps if self._warmup_steps != "auto" else self._settled(lead)
+        over = self._settled(lead) if self._warmup_steps == "auto" else lead["step"] >= self._warmup_steps
         if over:
-            self._floor()
+            if not self._lossless:
+                self._floor()
             lead["frozen_at"] = lead["step"]
             lead["v_norms"] = []
 

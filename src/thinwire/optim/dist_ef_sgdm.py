@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from thinwire.core.combine import nesterov
 from thinwire.core.method import Method
-from thinwire.registry import Recipe, resolve
+from thinwire.optim.common import check_at_least_zero, check_same_in_all_groups, evaluate, exchange_of
+from thinwire.registry import Recipe
 
 
 class DistEFBlockSGDM(Optimizer):
@@ -33,23 +34,19 @@ class DistEFBlockSGDM(Optimizer):
         weight_decay: float = 0.0,
         exchange: str | Recipe | Method = "dist-ef-block",
     ) -> None:
-        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"{name} must be at least 0, not {value}")
+        check_at_least_zero(lr=lr, weight_decay=weight_decay)
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), not {momentum}")
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self.method = nesterov(momentum, resolve(exchange))
+        check_same_in_all_groups(self, "momentum")
+        self.method = nesterov(momentum, exchange_of(exchange))
 
     def outgoing(self, parameter: Tensor, grad: Tensor) -> Tensor:
         return grad
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        loss = evaluate(closure)
         for group in self.param_groups:
             mu, decay = group["momentum"], group["weight_decay"]
             for x in (p for p in group["params"] if p.grad is not None):

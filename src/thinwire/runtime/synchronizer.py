@@ -62,9 +62,10 @@ class Synchronizer:
         if isinstance(method, torch.optim.Optimizer):
             if not isinstance(method, Owner):
                 raise ValueError(f"{type(method).__name__} does not own its exchange: attach a method instead")
+            if optimizer not in (None, method):
+                raise ValueError(f"{type(method).__name__} owns its exchange: it takes no other optimizer")
             self._owner = method
-            if method.exchanges_gradient and optimizer is None:
-                optimizer = method
+            optimizer = method if method.exchanges_gradient else None
         self.method = resolve(method.method if self._owner is not None else method)  # type: ignore[union-attr, arg-type]
         self._optimizer = optimizer
         self._seed = seed

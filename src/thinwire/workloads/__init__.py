@@ -21,6 +21,9 @@ class Workload(Protocol):
     model: nn.Module
     """Initialised from the seed alone, hence identical in every process."""
 
+    clip: float
+    """Largest norm of the averaged gradient; 0 for no limit."""
+
     def loss(self, model: nn.Module, step: int, rank: int, world: int) -> Tensor:
         """The training loss of this rank's batch at this step, a function of its arguments alone."""
         ...

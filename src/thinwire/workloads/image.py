@@ -78,6 +78,7 @@ class ImageWorkload:
     """A residual network on labelled images; the test set is for validation."""
 
     name = "image"
+    clip = 0.0
 
     def __init__(self, options: ImageOptions, data: Path | None, seed: int) -> None:
         self.options = options

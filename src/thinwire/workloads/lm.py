@@ -32,6 +32,8 @@ class LmOptions:
     """Length of the training sequences in bytes."""
     batch: int = 8
     """Sequences per worker and step."""
+    clip: float = 1.0
+    """Largest norm of the averaged gradient; 0 for no limit."""
 
     def __post_init__(self) -> None:
         check_range("lm", "layers", self.layers, 1, 64)
@@ -39,6 +41,8 @@ class LmOptions:
         check_range("lm", "head", self.head, 8, 256)
         check_range("lm", "context", self.context, 8, 4096)
         check_range("lm", "batch", self.batch, 1, 4096)
+        if not self.clip >= 0:
+            raise ValueError(f"lm: option clip={self.clip} is out of range: it must be at least 0")
         if self.width % self.head:
             raise ValueError(f"lm: option width={self.width} is not a multiple of head={self.head}")
 
@@ -107,6 +111,7 @@ class LmWorkload:
         if len(text) < needed:
             raise ValueError(f"data has {len(text)} bytes: lm with context={options.context} needs {needed}")
         self.options = options
+        self.clip = options.clip
         self.seed = seed
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         split = len(text) - len(text) // 10

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from thinwire.core.combine import Nesterov
 from thinwire.runtime.synchronizer import Synchronizer
 from thinwire.runtime.telemetry import Telemetry
 from thinwire.runtime.trace import write_trace
@@ -86,6 +87,8 @@ def train(settings: Settings, report: Callable[[Progress], None]) -> dict[str, A
     sync = tw.attach(model, method, optimizer=None if method is optimizer else optimizer, seed=settings.seed)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, settings.steps))
     first = _resume(settings, model, optimizer, schedule, sync) if settings.resume else 0
+    # where the workers' momentum is exchanged, it may be 1 / (1 - mu) times as long as a gradient
+    limit = workload.clip / (1 - (sync.method.mu if isinstance(sync.method, Nesterov) else 0.0))
     losses: list[float] = []
     seconds: list[float] = []
     sent_before = 0
@@ -98,6 +101,8 @@ def train(settings: Settings, report: Callable[[Progress], None]) -> dict[str, A
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
         with _span(sync.telemetry, "optimizer"):
+            if limit:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
             optimizer.step()
             schedule.step()
         losses.append(loss.item())
