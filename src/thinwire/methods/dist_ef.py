@@ -5,9 +5,10 @@
                D_i[b] = (|p_i[b]|_1 / d_b) sign(p_i[b]) for each block b;   e_i = p_i - D_i;   push D_i
     server     p~  = mean_i D_i + (eta_{t-1}/eta_t) e~;   D~ = the same compression;   e~ = p~ - D~;   pull D~
 
-Departure: the server is shared out, rank j serving chunk j of each tensor, so a block is cut at the chunks' borders
-and each piece has its own scale. eta_{t-1}/eta_t is bounded, since a schedule that goes to zero makes it infinite; a
-step whose rate is zero applies nothing and leaves the errors alone.
+Departure: a block is at most ``block`` elements rather than a whole layer: the rows of an embedding differ in scale by
+orders of magnitude, and a common scale drives the quiet ones by noise. The server is shared out, rank j serving chunk j
+of each tensor, so blocks are cut at the chunks' borders too. eta_{t-1}/eta_t is bounded, since a schedule that goes to
+zero makes it infinite; a step whose rate is zero applies nothing and leaves the errors alone.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class DistEF:
 class DistEFBlock(DistEF):
     """Two-way 1-bit with error feedback; a scale for each block of a tensor."""
 
-    block: int = 1024
+    block: int = 512
     """Most elements that share a scale, a multiple of 8; 0 makes a tensor's chunk one block."""
 
     def __post_init__(self) -> None:
