@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-LM = "lm:layers=2,width=128"
+LM, IMAGE = "lm:layers=2,width=128", "image:width=8"
 ADAM, SGD = [2e-3, 4e-3, 8e-3], [0.05, 0.1, 0.2]
 APM, LOW_RANK, DIST = [2e-3, 4e-3], [1e-3, 2e-3], [0.05, 0.1]
 
@@ -139,7 +139,7 @@ def main() -> None:
             table(args.out, f"{title}, Adam", adam + more, adam_entries(args.lm_steps) + curve)
             table(args.out, f"{title}, SGD", sgd + more, sgd_entries())
     if "image" in wanted:
-        options = ["--workload", "image", "--workers", str(args.workers), "--steps", str(args.image_steps)]
+        options = ["--workload", IMAGE, "--workers", str(args.workers), "--steps", str(args.image_steps)]
         options += ["--data", str(args.images)] if args.images else []
         table(args.out, "Images", options, image_entries(args.image_steps))
 

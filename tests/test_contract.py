@@ -7,6 +7,8 @@ import torch
 
 import thinwire as tw
 from tests.rows import ROWS, Row
+from thinwire.core.method import Reduced
+from thinwire.core.requests import AllReduce
 
 SHAPES = {"w": (12, 20), "c": (6, 4, 3, 3), "b": (13,), "s": (), "one": (1,), "empty": (0, 4), "tiny": (2, 2)}
 WORLDS = [1, 2, 3, 5]
@@ -169,6 +171,25 @@ def test_one_bad_number_is_seen_and_does_not_outlive_its_step(row, bad):
         after, untouched = sim.reduce(inputs)[0], spared.reduce(inputs)[0]
         assert all(t.isfinite().all() for t in after.values())
         assert all(torch.equal(after[n], untouched[n]) for n in SHAPES if n != "tiny")
+
+
+class FirstHalf(tw.Method):
+    """Sends the first half of a vector and withholds the rest."""
+
+    def reduce(self, x, state, ctx):
+        mean, sent = torch.zeros_like(x), x.clone()
+        sent[len(x) // 2 :] = 0
+        mean[: len(x) // 2] = yield AllReduce(sent[: len(x) // 2].clone())
+        return Reduced(mean, sent), state
+
+
+def test_a_bad_number_that_is_not_sent_is_seen_too():
+    sim = tw.Simulation(tw.error_feedback(FirstHalf()), 2)
+    good, bad = torch.ones(8), torch.ones(8)
+    bad[7] = float("inf")
+    sim.reduce([{"w": good}, {"w": good}])
+    assert not sim.reduce([{"w": good}, {"w": bad}])[0]["w"].isfinite().all()
+    assert torch.equal(sim.owed()["w"], torch.tensor([0.0] * 4 + [1.0] * 4))
 
 
 @rows

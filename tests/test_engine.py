@@ -134,27 +134,18 @@ def _branches(rank, world, spec):
         for name, p in model.module.named_parameters():
             if p.grad is not None:
                 applied[name] += p.grad
-    states = (
-        {
-            name: sync.method.withheld(p.detach(), sync._states[name], sync._context(name))
-            for name, p in model.module.named_parameters()
-        }
-        if not sync.method.whole
-        else {}
-    )
+    owed = {
+        name: sync.method.withheld(sync.ledger.template(name), state, sync.ledger.context(name, rank, world))
+        for name, state in sync.ledger.states.items()
+    }
     if sync.method.whole:
-        vector = torch.cat([p.detach().flatten() for p in model.parameters()])
-        owed = sync.method.withheld(vector, sync._states[""], sync._context(""))
-        sizes = [p.numel() for p in model.parameters()]
-        states = {
-            n: part.view_as(p)
-            for (n, p), part in zip(model.module.named_parameters(), torch.split(owed, sizes), strict=True)
-        }
-    for tensors in (put_in, states):
+        parts = torch.split(owed[""], [p.numel() for p in model.parameters()])
+        owed = {n: part.view_as(p) for (n, p), part in zip(model.module.named_parameters(), parts, strict=True)}
+    for tensors in (put_in, owed):
         for t in tensors.values():
             dist.all_reduce(t)
             t /= world
-    return {name: (applied[name] + states[name] - put_in[name]).abs().max().item() for name in applied}
+    return {name: (applied[name] + owed[name] - put_in[name]).abs().max().item() for name in applied}
 
 
 @pytest.mark.parametrize("spec", ["dense", "acp:rank=2", "powersgd:rank=2", "dist-ef-block", "dist-ef"])

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -134,9 +135,10 @@ def test_the_state_matters():
 
 def withheld(sync):
     out = {}
-    for name, state in sync._states.items():
-        like = sync._template(name).zero_()
-        out[name] = sync.method.withheld(like, state, sync._context(name))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for name, state in sync.ledger.states.items():
+        like = sync.ledger.template(name).zero_()
+        out[name] = sync.method.withheld(like, state, sync.ledger.context(name, rank, world))
     return out
 
 
@@ -184,7 +186,7 @@ def _refusals(rank, world):
     model, optimizer, sync = build("acp:rank=2")
     run_steps(model, optimizer, rank, range(BEFORE))
     good = sync.state_dict()
-    before = {name: str(state) for name, state in sync._states.items()}
+    before = {name: str(state) for name, state in sync.ledger.states.items()}
     other_method = build("acp:rank=3")[2]
     bigger = nn.Sequential(nn.Linear(32, 65), nn.ReLU(), nn.Linear(65, 10))
     other_model = build("acp:rank=2", bigger)[2]
@@ -204,7 +206,7 @@ def _refusals(rank, world):
             out[words] = ""
         except ValueError as error:
             out[words] = str(error)
-    unchanged = before == {name: str(state) for name, state in sync._states.items()}
+    unchanged = before == {name: str(state) for name, state in sync.ledger.states.items()}
     run_steps(model, optimizer, rank, range(BEFORE, BEFORE + 2))
     return out, unchanged
 

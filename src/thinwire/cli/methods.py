@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from typing import Any
 
@@ -53,8 +54,8 @@ def _table(title: str, rows: dict[str, Any]) -> Table:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, its bases' included."""
-    docs: dict[str, str] = {}
+    """The docstring under each field of a dataclass and of its bases, or a class's own lines ``option: text``."""
+    docs = dict(re.findall(r"^\s*(\w+): (.+)$", cls.__doc__ or "", re.MULTILINE))
     for base in reversed(cls.__mro__):
         if "__annotations__" not in vars(base) or base.__module__.partition(".")[0] != __package__.partition(".")[0]:
             continue

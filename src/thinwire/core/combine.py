@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.core.exchange import finite
 from thinwire.core.lift import bounded_ratio
 from thinwire.core.method import Context, Dense, Method, Reduced, State
 from thinwire.core.price import bytes_per_step
@@ -63,6 +64,8 @@ class ErrorFeedback(Wrapper):
 
     def reduce(self, x: Tensor, state: ErrorFeedbackState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         p = torch.add(x, state.error, alpha=bounded_ratio(ctx, self.max_ratio))
+        if not finite(p):
+            p.fill_(float("nan"))  # a method that sends a part of p could leave the bad number in the error, unseen
         out, inner = yield from self.inner.reduce(p, state.inner, ctx)
         if ctx.lr == 0:  # nothing is applied this step, so nothing is withheld by it
             return out, ErrorFeedbackState(state.error, inner)

@@ -64,4 +64,4 @@ def _with_presence(
 def finite(t: Tensor) -> bool:
     """Whether all of ``t`` is finite."""
     # a finite sum has finite terms; the converse fails only on overflow, and is then looked at closely
-    return bool(t.sum().isfinite()) or bool(t.isfinite().all())
+    return t.is_meta or bool(t.sum().isfinite()) or bool(t.isfinite().all())

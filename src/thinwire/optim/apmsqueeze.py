@@ -32,7 +32,14 @@ STABLE = 0.96
 
 
 class APMSqueeze(Optimizer):
-    """Adam whose momentum is exchanged compressed, once its variance has settled."""
+    """Adam whose momentum is exchanged compressed, once its variance has settled.
+
+    warmup_steps: Steps of dense Adam, best 15 to 25 % of the run; auto ends them by the published rule.
+    exchange: The method that the momentum is exchanged by; on the command line, apm+method.
+    v_floor: Least share of its tensor's mean that v has after the freeze.
+    bias_correction: Correct m and v for their start from zero.
+    weight_decay: Decoupled, as in AdamW.
+    """
 
     exchanges_gradient = False  # errors are in units of momentum, whatever the learning rate
 

@@ -22,7 +22,12 @@ from thinwire.registry import Recipe
 
 
 class DistEFBlockSGDM(Optimizer):
-    """SGD with Nesterov momentum, exchanged two-way in 1 bit with error feedback."""
+    """SGD with Nesterov momentum, exchanged two-way in 1 bit with error feedback.
+
+    momentum: Of each worker, before compression.
+    weight_decay: Uncompressed, with a momentum of its own.
+    exchange: The method that the momentum is exchanged by; on the command line, dist-ef-sgdm+method.
+    """
 
     exchanges_gradient = True
 

@@ -54,7 +54,7 @@ def comm_hook(
         _check(ddp)
         _bind(ddp, state, None)
     parts = [
-        Part(state.name_of(parameter), parameter, grad)
+        Part(state.ledger.names[parameter], parameter, grad)
         for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
     ]
     return state.reduce(Bucket(bucket.index(), parts, bucket.buffer(), bucket.is_last()))

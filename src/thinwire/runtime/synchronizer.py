@@ -17,15 +17,13 @@ from thinwire.core.method import Context, Method, Owner, State
 from thinwire.core.requests import Exchange
 from thinwire.errors import ExchangeError
 from thinwire.registry import Recipe, resolve
-from thinwire.runtime import state as states
 from thinwire.runtime.engine import Engine, Job, Results
+from thinwire.runtime.ledger import WHOLE, Ledger
+from thinwire.runtime.state import Snapshot, complete
 from thinwire.runtime.telemetry import Telemetry
 from thinwire.runtime.transport import Transport
 
 log = logging.getLogger("thinwire")
-
-WHOLE = ""
-"""The name of the whole gradient, for methods that take it as one vector."""
 
 
 class Part(NamedTuple):
@@ -67,14 +65,11 @@ class Synchronizer:
             self._owner = method
             optimizer = method if method.exchanges_gradient else None
         self.method = resolve(method.method if self._owner is not None else method)  # type: ignore[union-attr, arg-type]
-        self._optimizer = optimizer
+        self.telemetry = Telemetry()
+        self.ledger = Ledger(self.method, seed)
         self._seed = seed
-        self._step = 0
-        self._states: dict[str, State] = {}
-        self._last_lr: dict[str, float] = {}
-        self._names: dict[Tensor, str] = {}
+        self._optimizer = optimizer
         self._groups: dict[Tensor, int] = {}
-        self._telemetry = Telemetry()
         self._engine: Engine | None = None
         self._agreed = False
         self._may_be_absent = False
@@ -92,19 +87,16 @@ class Synchronizer:
 
     def bind(self, transport: Transport, module: nn.Module, may_be_absent: bool) -> None:
         """Take charge of ``module``'s gradients. ``may_be_absent``: a step may leave parameters unused."""
-        self._names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        self.ledger.adopt(module)
         if self._optimizer is not None:
             # by number: an optimizer that loads a state makes new dicts of its groups
             self._groups = {p: i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
         self._may_be_absent = may_be_absent
-        self._engine = engine = Engine(transport, self._telemetry, repr(self.method))
+        self._engine = engine = Engine(transport, self.telemetry, repr(self.method))
         weakref.finalize(self, engine.close)
         if self._to_load is not None:
             self.load_state_dict(self._to_load)
             self._to_load = None
-
-    def name_of(self, parameter: Tensor) -> str:
-        return self._names[parameter]
 
     def reduce(self, bucket: Bucket) -> Future[Any]:
         """Start to average a bucket in place; the future holds its buffer. All ranks submit in the same order."""
@@ -114,24 +106,16 @@ class Synchronizer:
         if bucket.last or not self.method.whole:
             held, self._held = self._held, []
             self._engine.submit(self._whole_job(held) if self.method.whole else self._job(*held[0]))
-        self._step += bucket.last
+        self.ledger.step += bucket.last
         return future.then(_unwrap)
 
     def stats(self) -> dict[str, Any]:
         """Counts and seconds of this worker since attach: steps, bytes, collectives, compressing, exposed ..."""
-        return self._telemetry.stats()
-
-    @property
-    def telemetry(self) -> Telemetry:
-        return self._telemetry
+        return self.telemetry.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's state, by parameter name. Saves whatever is withheld: every rank keeps its own."""
-        rank, world = self._place()
-        flat = {name: states.flatten(state) for name, state in self._states.items()}
-        return states.Snapshot(
-            repr(self.method), rank, world, self._step, self._shapes(), dict(self._last_lr), flat
-        ).to_dict()
+        """This worker's state, by parameter name. What is withheld differs by rank: every rank saves its own."""
+        return self.ledger.snapshot(*self._place()).to_dict()
 
     def load_state_dict(self, d: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from this rank's dict, or from the list of all ranks' dicts.
@@ -139,24 +123,18 @@ class Synchronizer:
         The list is needed where the number of workers has changed and the ranks do not hold all dicts between them.
         Each worker then starts from the mean of what was withheld. Nothing changes if the state does not fit.
         """
-        given = [states.Snapshot.from_dict(one) for one in (d if isinstance(d, Sequence) else [d])]
+        given = [Snapshot.from_dict(one) for one in (d if isinstance(d, Sequence) else [d])]
         if not given:
             raise ValueError("no state was given")
         if self._engine is None:
             self._to_load = d
             return
         for snapshot in given:
-            snapshot.check(self.method, self._shapes())
-        chosen = self._mine(given)
-        restored: dict[str, State] = {}
-        for name in chosen[0].states:
-            restored[name] = states.restore(self.method, self._template(name), chosen, self._context(name))
-        self._states = restored
-        self._step = chosen[0].step
-        self._last_lr = dict(chosen[0].last_lr)
+            self.ledger.check(snapshot)
+        self.ledger.load(self._mine(given), *self._place())
         self._agreed = False
 
-    def _mine(self, given: list[states.Snapshot]) -> list[states.Snapshot]:
+    def _mine(self, given: list[Snapshot]) -> list[Snapshot]:
         """My own snapshot, or all of them if they are of another number of workers."""
         rank, world = self._place()
         old = given[0].world
@@ -164,7 +142,7 @@ class Synchronizer:
             assert self._engine is not None
             if len(given) == 1:
                 given = self._engine.transport.gather_objects(given[0])
-            given = states.complete(given)
+            given = complete(given)
             if rank == 0:
                 log.warning("state of %d workers loaded by %d: each starts from the mean of the residuals", old, world)
             return given
@@ -174,7 +152,7 @@ class Synchronizer:
         return own
 
     def _job(self, bucket: Bucket, future: Future[Any]) -> Job:
-        step = self._step
+        step = self.ledger.step
         parts = [part for part in bucket.parts if part.grad.numel()]
         contexts = [self._context(part.name, part.parameter) for part in parts]
 
@@ -187,7 +165,7 @@ class Synchronizer:
             for part, ctx, (mean, state) in zip(parts, contexts, results, strict=True):
                 if mean.data_ptr() != part.grad.data_ptr():
                     part.grad.copy_(mean)
-                self._keep(ctx, state)
+                self.ledger.keep(ctx, state)
             self._count(bucket)
 
         def release() -> None:
@@ -197,7 +175,7 @@ class Synchronizer:
         return Job(label, start, finish, release, future.set_result, [bucket.buffer], bucket.last)
 
     def _whole_job(self, held: list[tuple[Bucket, Future[Any]]]) -> Job:
-        order = {name: i for i, name in enumerate(self._names.values())}
+        order = {name: i for i, name in enumerate(self.ledger.names.values())}
         parts = sorted((part for bucket, _ in held for part in bucket.parts), key=lambda p: order[p.name])
         ctx = self._context(WHOLE, parts[0].parameter)
 
@@ -206,14 +184,14 @@ class Synchronizer:
             present = self._present(parts)
             vector = torch.cat([self._outgoing(part).flatten() for part in parts])
             sizes = [part.grad.numel() for part in parts]
-            return Lockstep([exchange(self.method, vector, self._state(ctx), ctx, present, sizes)])
+            return Lockstep([exchange(self.method, vector, self.ledger.state(ctx), ctx, present, sizes)])
 
         def finish(results: Results) -> None:
             mean, state = results[0]
             pieces = torch.split(mean, [part.grad.numel() for part in parts])
             for part, piece in zip(parts, pieces, strict=True):
                 part.grad.copy_(piece.view_as(part.grad))
-            self._keep(ctx, state)
+            self.ledger.keep(ctx, state)
             for bucket, _ in held:
                 self._count(bucket)
 
@@ -229,7 +207,7 @@ class Synchronizer:
 
     def _exchange(self, part: Part, ctx: Context) -> Exchange[tuple[Tensor, State]]:
         present = self._present([part])
-        return exchange(self.method, self._outgoing(part), self._state(ctx), ctx, present)
+        return exchange(self.method, self._outgoing(part), self.ledger.state(ctx), ctx, present)
 
     def _present(self, parts: Sequence[Part]) -> Tensor | None:
         """Where a parameter may be unused, DDP hands over zeros for it, and drops the answer if all ranks did."""
@@ -238,20 +216,9 @@ class Synchronizer:
     def _outgoing(self, part: Part) -> Tensor:
         return part.grad if self._owner is None else self._owner.outgoing(part.parameter, part.grad)
 
-    def _state(self, ctx: Context) -> State:
-        if ctx.name not in self._states:
-            self._states[ctx.name] = self.method.init(self._template(ctx.name), ctx)
-        return self._states[ctx.name]
-
-    def _keep(self, ctx: Context, state: State) -> None:
-        if state is not self._states[ctx.name]:
-            self._states[ctx.name] = state
-            if ctx.lr:  # the errors are now in units of this rate
-                self._last_lr[ctx.name] = ctx.lr
-
     def _count(self, bucket: Bucket) -> None:
         dense = Collective("all_reduce", bucket.buffer)
-        self._telemetry.counters.bytes_dense += dense.bytes_sent(self._place()[1])
+        self.telemetry.counters.bytes_dense += dense.bytes_sent(self._place()[1])
 
     def _agree(self, step: int) -> None:
         """Before the first exchange: the workers must stand at the same step, as they do if all or none resumed."""
@@ -262,27 +229,16 @@ class Synchronizer:
                 raise ValueError(f"the workers stand at different steps: {steps}, by rank")
             self._agreed = True
 
-    def _context(self, name: str, parameter: Tensor | None = None) -> Context:
-        rank, world = self._place()
+    def _context(self, name: str, parameter: Tensor) -> Context:
         lr = None
         if self._optimizer is not None and parameter in self._groups:
             lr = float(self._optimizer.param_groups[self._groups[parameter]]["lr"])
-        return Context(self._step, name, rank, world, self._seed, lr, self._last_lr.get(name))
+        return self.ledger.context(name, *self._place(), lr)
 
     def _place(self) -> tuple[int, int]:
         if self._engine is None:
             raise ValueError("this synchronizer is not attached to a model yet")
         return self._engine.transport.rank, self._engine.transport.world
-
-    def _template(self, name: str) -> Tensor:
-        """Uninitialised memory in the shape, place and precision in which the method computes."""
-        parameters = [p for p, own in self._names.items() if name in (own, WHOLE)]
-        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-        shape = (sum(p.numel() for p in parameters),) if name == WHOLE else parameters[0].shape
-        return torch.empty(shape, dtype=dtype, device=parameters[0].device)
-
-    def _shapes(self) -> dict[str, list[int]]:
-        return {name: list(parameter.shape) for parameter, name in self._names.items()}
 
 
 def _unwrap(future: Future[Any]) -> Any:
