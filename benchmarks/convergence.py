@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 LM, IMAGE = "lm:layers=2,width=128", "image:width=8"
-ADAM, SGD = [2e-3, 4e-3, 8e-3], [0.05, 0.1, 0.2]
-APM, LOW_RANK, DIST = [2e-3, 4e-3], [1e-3, 2e-3], [0.05, 0.1]
+ADAM, SGD, IMAGE_SGD, IMAGE_ADAM = [2e-3, 4e-3], [0.1, 0.2], [0.1, 0.2], [2e-3, 4e-3]
 
 
 @dataclass(frozen=True)
@@ -35,31 +34,31 @@ def adam_entries(steps: int) -> list[Entry]:
     apm = f"apm:warmup_steps={steps // 5}"
     return [
         Entry("adam", ADAM),
-        Entry(apm, APM, "adam"),
-        Entry(f"{apm}+acp:rank=32", LOW_RANK, "adam"),
+        Entry(apm, [], "adam", like="adam"),
+        Entry(f"{apm}+acp:rank=32", [2e-3], "adam"),
     ]
 
 
 def sgd_entries() -> list[Entry]:
-    return [Entry("sgd", SGD), Entry("dist-ef-sgdm", DIST, "sgd")]
+    return [Entry("sgd", SGD), Entry("dist-ef-sgdm", [0.05, 0.1], "sgd")]
 
 
 def rank_entries(steps: int) -> list[Entry]:
     """The curve of rank, loss and bytes, one seed each."""
     apm = f"apm:warmup_steps={steps // 5}"
-    curve = [Entry(f"{apm}+acp:rank={r}", [], "adam", 1, f"{apm}+acp:rank=32") for r in (4, 8, 16)]
-    curve += [Entry(f"adam+acp:rank={r}", [2e-3], "adam", 1) for r in (4, 16, 32)]
-    return curve + [Entry(f"adam+powersgd:rank={r}", [2e-3], "adam", 1) for r in (4, 16)]
+    names = [f"{apm}+acp:rank={r}" for r in (4, 8, 16)] + [f"adam+acp:rank={r}" for r in (4, 16, 32)]
+    names += [f"adam+powersgd:rank={r}" for r in (4, 16)]
+    return [Entry(name, [2e-3], "adam", seeds=1) for name in names]
 
 
 def image_entries(steps: int) -> list[Entry]:
     return [
-        Entry("sgd", [0.02, 0.05, 0.1]),
-        Entry("sgd+acp:rank=4", [0.02, 0.05], "sgd"),
-        Entry("sgd+powersgd:rank=4", [0.02, 0.05], "sgd"),
-        Entry("dist-ef-sgdm", [0.02, 0.05], "sgd"),
-        Entry("adam", [1e-3, 2e-3, 4e-3]),
-        Entry(f"apm:warmup_steps={steps // 5}", [1e-3, 2e-3], "adam"),
+        Entry("sgd", IMAGE_SGD),
+        Entry("sgd+acp:rank=4", [], "sgd", like="sgd"),
+        Entry("sgd+powersgd:rank=4", [], "sgd", like="sgd"),
+        Entry("dist-ef-sgdm", [0.05, 0.1], "sgd"),
+        Entry("adam", IMAGE_ADAM),
+        Entry(f"apm:warmup_steps={steps // 5}", [], "adam", like="adam"),
     ]
 
 

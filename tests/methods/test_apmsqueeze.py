@@ -41,17 +41,15 @@ class Case:
 
 
 SHARED = {"betas": (0.8, 0.9), "eps": 1e-6}
+PUBLISHED = SHARED | {"bias_correction": False}
 FALLING = [0.02] * 8 + [0.002] * 4
 CASES = {
-    "dense": Case(2, FALLING, SHARED | {"warmup_steps": 4, "exchange": "dense", "v_floor": 0.0, "weight_decay": 0.1}),
-    "dense, floored": Case(2, FALLING, SHARED | {"warmup_steps": 4, "exchange": "dense"}),
-    "dense, bias corrected": Case(
-        2, FALLING, SHARED | {"warmup_steps": 4, "exchange": "dense", "bias_correction": True}
-    ),
-    "warm-up": Case(3, FALLING, SHARED | {"warmup_steps": NEVER, "weight_decay": 0.05}),
-    "warm-up, bias corrected": Case(3, FALLING, SHARED | {"warmup_steps": NEVER, "bias_correction": True}),
-    "one bit": Case(2, FALLING, SHARED | {"warmup_steps": 4, "weight_decay": 0.1}),
-    "one bit of three": Case(3, FALLING, SHARED | {"warmup_steps": 3, "bias_correction": True}),
+    "dense": Case(2, FALLING, PUBLISHED | {"warmup_steps": 4, "exchange": "dense", "weight_decay": 0.1}),
+    "dense, bias corrected": Case(2, FALLING, SHARED | {"warmup_steps": 4, "exchange": "dense"}),
+    "warm-up": Case(3, FALLING, PUBLISHED | {"warmup_steps": NEVER, "weight_decay": 0.05}),
+    "warm-up, bias corrected": Case(3, FALLING, SHARED | {"warmup_steps": NEVER}),
+    "one bit": Case(2, FALLING, PUBLISHED | {"warmup_steps": 4, "weight_decay": 0.1}),
+    "one bit of three": Case(3, FALLING, SHARED | {"warmup_steps": 3}),
     "one bit from the first": Case(3, FALLING, SHARED | {"warmup_steps": 1}),
     "one bit when settled": Case(2, [0.01, 0.02] + [0.03] * 10, {"betas": (0.5, 0.75), "warmup_steps": "auto"}),
     "low rank": Case(2, FALLING, SHARED | {"warmup_steps": 4, "exchange": "acp:rank=1"}),
@@ -140,7 +138,7 @@ def settled(v_sums, rates, b2):
 
 def paper_run(case):
     """The algorithm for all workers: the parameters after each step, then m, v and when v was frozen."""
-    option = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "v_floor": 1e-4, "bias_correction": False}
+    option = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "v_floor": 1e-2, "bias_correction": True}
     option |= case.options
     (b1, b2), eps, wd = option["betas"], option["eps"], option["weight_decay"]
     x = parameters_of(network())
@@ -166,7 +164,8 @@ def paper_run(case):
         auto = option["warmup_steps"] == "auto"
         if frozen_at is None and (settled(v_sums, case.rates, b2) if auto else step + 1 == option["warmup_steps"]):
             frozen_at = step + 1
-            v = {name: value.clamp(min=option["v_floor"] * value.mean().item()) for name, value in v.items()}
+            if option.get("exchange") != "dense":
+                v = {name: value.clamp(min=option["v_floor"] * value.mean().item()) for name, value in v.items()}
     return history, m, v, frozen_at
 
 
@@ -243,7 +242,7 @@ def test_a_coordinate_that_was_never_touched_does_not_explode_after_the_freeze(r
 
 def test_the_floor_is_a_fraction_of_each_tensors_mean_or_of_all_where_a_tensor_was_never_touched():
     parameters = [torch.nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in range(2)]
-    opt = APMSqueeze(parameters, betas=(0.0, 0.0), warmup_steps=1, v_floor=0.25, exchange="dense")
+    opt = APMSqueeze(parameters, betas=(0.0, 0.0), warmup_steps=1, v_floor=0.25)
     parameters[0].grad = torch.tensor([4.0, 2.0, 0.0, 1.0], dtype=torch.float64)
     parameters[1].grad = torch.zeros(4, dtype=torch.float64)
     opt.step()
@@ -270,6 +269,7 @@ def test_auto_freezes_exactly_when_the_published_rule_says(kind, rising_for):
     g = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(s, generator=g, dtype=torch.float64)) for s in shapes]
     opt = APMSqueeze(parameters, betas=(0.5, b2), warmup_steps="auto")
+    opt.attached = True
     v, v_sums, expected, seen = [torch.zeros(s, dtype=torch.float64) for s in shapes], [], None, None
     for step, size in enumerate(gradient_sizes(kind, steps)):
         for i, p in enumerate(parameters):
@@ -292,6 +292,7 @@ def test_auto_waits_for_a_falling_variance_longer_than_for_a_constant_one():
     for kind in ("constant", "falling"):
         p = torch.nn.Parameter(torch.ones(8, dtype=torch.float64))
         opt = APMSqueeze([p], betas=(0.5, 0.9), warmup_steps="auto")
+        opt.attached = True
         for size in gradient_sizes(kind, 120):
             p.grad = torch.full_like(p, size)
             opt.step()
@@ -303,6 +304,7 @@ def test_auto_waits_for_a_falling_variance_longer_than_for_a_constant_one():
 def test_v_stays_as_it_is_after_the_freeze():
     p = torch.nn.Parameter(torch.ones(8, dtype=torch.float64))
     opt = APMSqueeze([p], warmup_steps=2)
+    opt.attached = True
     for step in range(6):
         p.grad = torch.full_like(p, 1.0 + step)
         opt.step()
@@ -337,3 +339,42 @@ def test_bad_options_are_refused_by_name(key, value):
 def test_a_bad_exchange_is_refused(exchange):
     with pytest.raises(ValueError, match=r"no-such-method|rnk|int"):
         APMSqueeze([torch.nn.Parameter(torch.ones(1))], exchange=exchange)
+
+
+def test_a_warm_up_shorter_than_the_run_that_it_resumes_is_over_at_once():
+    p = torch.nn.Parameter(torch.ones(3))
+    long, short = APMSqueeze([p], warmup_steps=100), APMSqueeze([p], warmup_steps=5)
+    for opt in (*[long] * 10, short):
+        if opt is short:
+            short.load_state_dict(long.state_dict())
+        p.grad = torch.ones(3)
+        opt.step()
+    assert short.frozen
+
+
+def test_past_the_warm_up_it_must_be_attached():
+    p = torch.nn.Parameter(torch.ones(3))
+    opt = APMSqueeze([p], warmup_steps=1)
+    p.grad = torch.ones(3)
+    opt.step()
+    with pytest.raises(RuntimeError, match="attach"):
+        opt.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"exchange": "dist-ef-block:momentum=0.9"}, "momentum of its own"),
+        ({"betas": (0.9,)}, "two numbers"),
+        ({"warmup_steps": True}, "warmup_steps"),
+    ],
+)
+def test_what_would_be_ignored_or_doubled_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        APMSqueeze([torch.nn.Parameter(torch.ones(1))], **options)
+
+
+def test_betas_are_one_for_all_groups():
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "betas": (0.5, 0.5)}]
+    with pytest.raises(ValueError, match="betas must be the same"):
+        APMSqueeze(groups)

@@ -174,6 +174,7 @@ def test_compression_leaves_its_mark(runs):
 def test_the_weight_decays_momentum_never_leaves_the_optimizer():
     x = torch.nn.Parameter(torch.tensor([2.0, -1.0], dtype=torch.float64))
     opt = DistEFBlockSGDM([x], lr=0.1, momentum=0.5, weight_decay=0.2)
+    opt.attached = True
     expected, wm = x.detach().clone(), torch.zeros(2, dtype=torch.float64)
     for _ in range(4):
         x.grad = torch.zeros(2, dtype=torch.float64)
@@ -187,6 +188,7 @@ def test_the_weight_decays_momentum_never_leaves_the_optimizer():
 def test_a_parameter_without_gradient_rests():
     x = torch.nn.Parameter(torch.ones(3))
     opt = DistEFBlockSGDM([x], lr=0.1, weight_decay=0.2)
+    opt.attached = True
     opt.step()
     assert torch.equal(x.detach(), torch.ones(3))
 
@@ -204,3 +206,13 @@ def test_bad_options_are_refused_by_name(key, value):
 def test_a_bad_exchange_is_refused(exchange):
     with pytest.raises(ValueError, match=r"no-such-method|momentom|int"):
         DistEFBlockSGDM([torch.nn.Parameter(torch.ones(1))], exchange=exchange)
+
+
+def test_it_must_be_attached():
+    with pytest.raises(RuntimeError, match="attach"):
+        DistEFBlockSGDM([torch.nn.Parameter(torch.ones(1))]).step()
+
+
+def test_a_second_momentum_is_refused():
+    with pytest.raises(ValueError, match="momentum of its own"):
+        DistEFBlockSGDM([torch.nn.Parameter(torch.ones(1))], exchange="dist-ef-block:momentum=0.9")

@@ -113,6 +113,8 @@ class Owner(Protocol):
 
     method: Method
     """How the outgoing tensors are averaged."""
+    attached: bool
+    """Set when a synchronizer has taken charge of the exchange."""
     exchanges_gradient: bool
     """Whether the errors are in gradient units, and follow the learning rate."""
 

@@ -25,7 +25,13 @@ from torch.optim import Optimizer
 from thinwire.core.combine import after
 from thinwire.core.exchange import finite
 from thinwire.core.method import Dense, Method
-from thinwire.optim.common import check_at_least_zero, check_same_in_all_groups, evaluate, exchange_of
+from thinwire.optim.common import (
+    check_at_least_zero,
+    check_attached,
+    check_same_in_all_groups,
+    evaluate,
+    exchange_of,
+)
 from thinwire.registry import Recipe
 
 STABLE = 0.96
@@ -41,6 +47,7 @@ class APMSqueeze(Optimizer):
     weight_decay: Decoupled, as in AdamW.
     """
 
+    attached = False
     exchanges_gradient = False  # errors are in units of momentum, whatever the learning rate
 
     def __init__(
@@ -83,6 +90,8 @@ class APMSqueeze(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
+        if self.frozen:
+            check_attached(self)
         loss = evaluate(closure)
         frozen, (beta1, beta2) = self.frozen, self.defaults["betas"]
         correction1, correction2 = self._corrections(beta1, beta2)

@@ -32,6 +32,12 @@ def check_same_in_all_groups(optimizer: torch.optim.Optimizer, name: str) -> Non
         raise ValueError(f"{name} must be the same in all parameter groups")
 
 
+def check_attached(optimizer: Any) -> None:
+    if not optimizer.attached:
+        kind = type(optimizer).__name__
+        raise RuntimeError(f"{kind} exchanges its momentum itself: call thinwire.attach(ddp, optimizer) first")
+
+
 def evaluate(closure: Callable[[], Any] | None) -> Any:
     """What ``step(closure)`` returns."""
     if closure is None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from thinwire.core.combine import nesterov
 from thinwire.core.method import Method
-from thinwire.optim.common import check_at_least_zero, check_same_in_all_groups, evaluate, exchange_of
+from thinwire.optim.common import check_at_least_zero, check_attached, check_same_in_all_groups, evaluate, exchange_of
 from thinwire.registry import Recipe
 
 
@@ -29,6 +29,7 @@ class DistEFBlockSGDM(Optimizer):
     exchange: The method that the momentum is exchanged by; on the command line, dist-ef-sgdm+method.
     """
 
+    attached = False
     exchanges_gradient = True
 
     def __init__(
@@ -51,6 +52,7 @@ class DistEFBlockSGDM(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
+        check_attached(self)
         loss = evaluate(closure)
         for group in self.param_groups:
             mu, decay = group["momentum"], group["weight_decay"]

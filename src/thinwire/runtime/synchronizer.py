@@ -91,6 +91,8 @@ class Synchronizer:
         if self._optimizer is not None:
             # by number: an optimizer that loads a state makes new dicts of its groups
             self._groups = {p: i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
+        if self._owner is not None:
+            self._owner.attached = True
         self._may_be_absent = may_be_absent
         self._engine = engine = Engine(transport, self.telemetry, repr(self.method))
         weakref.finalize(self, engine.close)
@@ -132,7 +134,6 @@ class Synchronizer:
         for snapshot in given:
             self.ledger.check(snapshot)
         self.ledger.load(self._mine(given), *self._place())
-        self._agreed = False
 
     def _mine(self, given: list[Snapshot]) -> list[Snapshot]:
         """My own snapshot, or all of them if they are of another number of workers."""
