@@ -46,16 +46,16 @@ def sgd_entries() -> list[Entry]:
 def rank_entries(steps: int) -> list[Entry]:
     """The curve of rank, loss and bytes, one seed each."""
     apm = f"apm:warmup_steps={steps // 5}"
-    names = [f"{apm}+acp:rank={r}" for r in (4, 8, 16)] + [f"adam+acp:rank={r}" for r in (4, 16, 32)]
-    names += [f"adam+powersgd:rank={r}" for r in (4, 16)]
+    names = [f"{apm}+acp:rank={r}" for r in (4, 8, 16)] + [f"adam+acp:rank={r}" for r in (4, 32)]
+    names += ["adam+powersgd:rank=4"]
     return [Entry(name, [2e-3], "adam", seeds=1) for name in names]
 
 
 def image_entries(steps: int) -> list[Entry]:
     return [
         Entry("sgd", IMAGE_SGD),
-        Entry("sgd+acp:rank=4", [], "sgd", like="sgd"),
-        Entry("sgd+powersgd:rank=4", [], "sgd", like="sgd"),
+        Entry("sgd+acp:rank=4", IMAGE_SGD, "sgd"),
+        Entry("sgd+powersgd:rank=4", IMAGE_SGD, "sgd"),
         Entry("dist-ef-sgdm", [0.05, 0.1], "sgd"),
         Entry("adam", IMAGE_ADAM),
         Entry(f"apm:warmup_steps={steps // 5}", [], "adam", like="adam"),
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--lm-steps", type=int, default=400)
     parser.add_argument("--sgd-steps", type=int, default=600)
-    parser.add_argument("--image-steps", type=int, default=300)
+    parser.add_argument("--image-steps", type=int, default=500)
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

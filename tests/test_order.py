@@ -1,0 +1,91 @@
+"""The engine's rule of order, with a network that answers only when it is told to."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import torch
+from torch.futures import Future
+
+from thinwire.core.lockstep import Lockstep
+from thinwire.core.requests import AllReduce
+from thinwire.runtime.engine import Engine, Job
+from thinwire.runtime.telemetry import Telemetry
+from thinwire.runtime.transport import Pending
+
+
+class Network:
+    """Collectives that end when the test says so."""
+
+    rank, world, device = 0, 2, torch.device("cpu")
+
+    def __init__(self):
+        self.issued = []
+        self.open = []
+
+    def start(self, collective):
+        self.issued.append(int(collective.buffer[0]))
+        future = Future()
+        self.open.append(future)
+        return Pending(SimpleNamespace(get_future=lambda: future, wait=lambda: None), collective.buffer)
+
+    def answer(self):
+        self.open.pop(0).set_result(None)
+
+
+def two_rounds(number):
+    for _ in range(2):
+        yield AllReduce(torch.full((1,), float(number)))
+    return torch.zeros(1), ()
+
+
+def until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def setup():
+    network, started, finished = Network(), [], []
+    engine = Engine(network, Telemetry(), "test")
+
+    def submit(number, last=False):
+        def start():
+            started.append(number)
+            return Lockstep([two_rounds(number)])
+
+        engine.submit(Job(str(number), start, lambda _: finished.append(number), lambda: None, print, [], last))
+
+    return network, started, finished, engine, submit
+
+
+def test_the_next_bucket_is_compressed_under_communication_but_waits_for_its_turn():
+    network, started, finished, engine, submit = setup()
+    submit(1)
+    until(lambda: network.issued == [1])
+    submit(2)
+    submit(3, last=True)
+    until(lambda: started == [1, 2])  # compressed while 1 is on the wire; 3 is not yet looked at
+    time.sleep(0.05)
+    assert network.issued == [1] and started == [1, 2]
+    for expected in ([1, 1], [1, 1, 2], [1, 1, 2, 2], [1, 1, 2, 2, 3], [1, 1, 2, 2, 3, 3]):
+        network.answer()
+        until(lambda: network.issued == expected)  # noqa: B023
+    network.answer()
+    until(lambda: finished == [1, 2, 3])
+    engine.close()
+
+
+def test_late_buckets_go_in_the_same_order():
+    network, _, finished, engine, submit = setup()
+    for number in (1, 2, 3):
+        submit(number, last=number == 3)
+        until(lambda: network.open)
+        network.answer()
+        until(lambda: network.open)
+        network.answer()
+        until(lambda: finished[-1:] == [number])  # noqa: B023
+    assert network.issued == [1, 1, 2, 2, 3, 3]
+    engine.close()
