@@ -283,7 +283,7 @@ class Slow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(0.3)
+        time.sleep(0.6)
         return grad
 
 

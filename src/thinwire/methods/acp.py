@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from thinwire.core.combine import Rule, error_feedback, where
-from thinwire.core.linalg import orthogonalize, transposed_product
-from thinwire.core.method import Context, Method, Reduced
+from thinwire.core.lowrank import LowRank, orthogonalize, transposed_product
+from thinwire.core.method import Context, Reduced
 from thinwire.core.requests import AllReduce, Exchange
 
 
@@ -31,18 +30,8 @@ class ACPState(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ACP(Method):
+class ACP(LowRank):
     """Alternating low rank: one all-reduce a step, of P on even turns and of Q on odd ones."""
-
-    rank: int = 4
-    """Columns of the factors; lower compresses more."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, not {self.rank}")
-
-    def method(self) -> Method:
-        return where(Rule(min_dims=2), error_feedback(self))
 
     def init(self, x: Tensor, ctx: Context) -> ACPState:
         n, m = x.flatten(1).shape

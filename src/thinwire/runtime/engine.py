@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,34 +31,28 @@ class _Answered:
     """The event that one collective of the first job has ended."""
 
 
+@dataclass(slots=True, eq=False)
 class Job:
     """One bucket's exchange: how it starts, where its outcome goes, and who is told when it is there."""
 
-    def __init__(
-        self,
-        label: str,
-        start: Callable[[], Lockstep[tuple[Tensor, Any]]],
-        finish: Callable[[Results], None],
-        release: Callable[[], None],
-        fail: Callable[[ExchangeError], None],
-        tensors: Sequence[Tensor],
-        last: bool,
-    ) -> None:
-        self.label = label
-        self.start = start
-        self.finish = finish
-        self.release = release
-        self.fail = fail
-        self.last = last
-        self.submitted = time.perf_counter()
-        self.lockstep: Lockstep[tuple[Tensor, Any]] | None = None
-        self.collectives: list[Collective] = []
-        self.pending: list[Pending] = []
-        self.remaining = 0
-        self.issued = 0.0
-        self.tensors = tensors
-        self.ready = None
-        if tensors and tensors[0].is_cuda:
+    label: str
+    start: Callable[[], Lockstep[tuple[Tensor, Any]]]
+    finish: Callable[[Results], None]
+    release: Callable[[], None]
+    fail: Callable[[ExchangeError], None]
+    tensors: Sequence[Tensor]
+    """The memory that the job reads and writes."""
+    last: bool
+    """Whether it is the last of its step."""
+    lockstep: Lockstep[tuple[Tensor, Any]] | None = None
+    collectives: list[Collective] = field(default_factory=list)
+    pending: list[Pending] = field(default_factory=list)
+    remaining: int = 0
+    issued: float = 0.0
+    ready: Any = None
+
+    def __post_init__(self) -> None:
+        if self.tensors and self.tensors[0].is_cuda:
             self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.ready.record()
 
