@@ -76,6 +76,36 @@ def test_narrow_gradients(dtype):
                 assert all(torch.equal(got[name], want[name]) for name in got), row.spec
 
 
+def _plain_narrow(rank, _world, dtype):
+    model = DDP(Bag(dtype=dtype), bucket_cap_mb=0.001)
+    means = []
+    for step in range(4):
+        model.zero_grad()
+        model(gradients(rank, step, dtype=dtype)).backward()
+        means.append(grads(model.module))
+    return means
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_dense_is_ddp_in_narrow_types_too(dtype):
+    plain = workers.run(_plain_narrow, 2, dtype)[0]
+    ours = workers.run(_every_row, 2, 0.001, dtype)[0]["dense"]
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(plain, ours, strict=True) for name in a)
+
+
+def _bytes_of_narrow(rank, _world):
+    model = DDP(Bag(dtype=torch.bfloat16))
+    sync = tw.attach(model, "acp:rank=2,after=2")
+    for step in range(2):
+        model(gradients(rank, step, dtype=torch.bfloat16)).backward()
+    return sync.stats()
+
+
+def test_a_dense_step_of_narrow_gradients_is_as_narrow_on_the_wire():
+    stats = workers.run(_bytes_of_narrow, 2)[0]
+    assert stats["bytes_sent"] == stats["bytes_dense"]
+
+
 def _accumulate(rank, _world, spec):
     model = DDP(mlp(), bucket_cap_mb=0.01)
     sync = tw.attach(model, spec)

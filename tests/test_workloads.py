@@ -135,7 +135,7 @@ def test_evaluate_restores_mode_after_an_error(small: dict[str, Workload]) -> No
     assert model.training and torch.is_grad_enabled()
 
 
-def test_own_data_is_quick_and_the_same_each_time() -> None:
+def test_own_data_is_the_same_each_time() -> None:
     assert stdlib_source() == stdlib_source()
     assert 1e6 < len(stdlib_source()) <= 4e6
     images, labels = glyphs.draw(500, 7)

@@ -83,15 +83,15 @@ class Simulation:
     def _start(self, rank: int, tensors: Tensors, lr: float | None) -> Lockstep[tuple[Tensor, State]]:
         exchanges = []
         for name, x in tensors.items():
-            ctx = self._context(rank, name, lr)
+            ctx = self._context(rank, name, lr, x.dtype)
             if name not in self.states[rank]:
                 self._like[name] = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
                 self.states[rank][name] = self.method.init(self._like[name], ctx)
             exchanges.append(exchange(self.method, x, self.states[rank][name], ctx))
         return Lockstep(exchanges)
 
-    def _context(self, rank: int, name: str, lr: float | None = None) -> Context:
-        return Context(self.step, name, rank, self.workers, self.seed, lr, self._last_lr.get(name))
+    def _context(self, rank: int, name: str, lr: float | None = None, dtype: torch.dtype | None = None) -> Context:
+        return Context(self.step, name, rank, self.workers, self.seed, lr, self._last_lr.get(name), dtype)
 
 
 def _joined(tensors: Tensors) -> Tensor:

@@ -141,7 +141,7 @@ class After(Wrapper):
         begun = self.start() if callable(self.start) else ctx.step >= self.start
         if begun:
             return (yield from self.inner.reduce(x, state, ctx))
-        out, _ = yield from Dense().reduce(x, (), ctx)
+        out, _ = yield from Dense(own=True).reduce(x, (), ctx)
         return out, state
 
 

@@ -38,6 +38,8 @@ class Context:
     """This step's learning rate, where it is known."""
     last_lr: float | None = None
     """The learning rate of the last step that had one above zero."""
+    dtype: torch.dtype | None = None
+    """The gradient's own type, where it is narrower than the one that methods compute in."""
 
     @property
     def lr_ratio(self) -> float:
@@ -90,11 +92,15 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Dense(Method):
-    """S-SGD: the plain mean, in the gradient's own precision."""
+    """S-SGD: the plain mean."""
+
+    own: bool = False
+    """In the gradient's own type; else in the one that methods compute in, to travel with their tensors."""
 
     def reduce(self, x: Tensor, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
-        mean = yield AllReduce(x)
-        return Reduced(mean, sent=x), state
+        own = x.to(ctx.dtype) if self.own and ctx.dtype else x
+        mean = yield AllReduce(own)
+        return Reduced(mean.to(x.dtype), sent=own.to(x.dtype)), state
 
 
 class Compressor(Protocol):

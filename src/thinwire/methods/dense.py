@@ -15,4 +15,4 @@ class SSGD:
     """All-reduce in the gradient's own precision."""
 
     def method(self) -> Method:
-        return Dense()
+        return Dense(own=True)

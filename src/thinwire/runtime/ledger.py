@@ -29,9 +29,11 @@ class Ledger:
         """Learn the names of the parameters that are trained."""
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
 
-    def context(self, name: str, rank: int, world: int, lr: float | None = None) -> Context:
+    def context(
+        self, name: str, rank: int, world: int, lr: float | None = None, dtype: torch.dtype | None = None
+    ) -> Context:
         """Where a reduction of this tensor stands now."""
-        return Context(self.step, name, rank, world, self._seed, lr, self._last_lr.get(name))
+        return Context(self.step, name, rank, world, self._seed, lr, self._last_lr.get(name), dtype)
 
     def state(self, ctx: Context) -> State:
         if ctx.name not in self.states:

@@ -155,7 +155,7 @@ class Synchronizer:
     def _job(self, bucket: Bucket, future: Future[Any]) -> Job:
         step = self.ledger.step
         parts = [part for part in bucket.parts if part.grad.numel()]
-        contexts = [self._context(part.name, part.parameter) for part in parts]
+        contexts = [self._context(part.name, part) for part in parts]
 
         def start() -> Lockstep[tuple[Tensor, State]]:
             self._agree(step)
@@ -178,7 +178,7 @@ class Synchronizer:
     def _whole_job(self, held: list[tuple[Bucket, Future[Any]]]) -> Job:
         order = {name: i for i, name in enumerate(self.ledger.names.values())}
         parts = sorted((part for bucket, _ in held for part in bucket.parts), key=lambda p: order[p.name])
-        ctx = self._context(WHOLE, parts[0].parameter)
+        ctx = self._context(WHOLE, parts[0])
 
         def start() -> Lockstep[tuple[Tensor, State]]:
             self._agree(ctx.step)
@@ -230,11 +230,11 @@ class Synchronizer:
                 raise ValueError(f"the workers stand at different steps: {steps}, by rank")
             self._agreed = True
 
-    def _context(self, name: str, parameter: Tensor) -> Context:
+    def _context(self, name: str, part: Part) -> Context:
         lr = None
-        if self._optimizer is not None and parameter in self._groups:
-            lr = float(self._optimizer.param_groups[self._groups[parameter]]["lr"])
-        return self.ledger.context(name, *self._place(), lr)
+        if self._optimizer is not None and part.parameter in self._groups:
+            lr = float(self._optimizer.param_groups[self._groups[part.parameter]]["lr"])
+        return self.ledger.context(name, *self._place(), lr, part.grad.dtype)
 
     def _place(self) -> tuple[int, int]:
         if self._engine is None:
