@@ -250,14 +250,22 @@ def test_a_row_without_real_columns_has_scale_zero():
     assert signs.scale.tolist() == [[0.0]]
 
 
-@pytest.mark.parametrize("method", ["dist-ef", "dist-ef-block"])
+@pytest.mark.parametrize(("method", "least"), [("dist-ef", 31), ("dist-ef-block:block=0", 31), ("dist-ef-block", 30)])
 @pytest.mark.parametrize("workers", [2, 4, 8])
-def test_a_large_tensor_costs_a_thirty_second(method, workers):
+def test_a_large_tensor_costs_a_thirty_second_and_its_scales(method, least, workers):
     shapes = {"w": (1024, 1024)}
     collectives = tw.price(method, shapes, workers)
     dense = sum(sent for _, sent in tw.price("dense", shapes, workers))
     assert [op for op, _ in collectives] == ["all_to_all", "all_gather"]
-    assert 31 <= dense / sum(sent for _, sent in collectives) <= 32
+    assert least <= dense / sum(sent for _, sent in collectives) <= 32
+
+
+def test_each_block_has_a_scale_of_its_own():
+    """Blocks of equal magnitudes pass exactly, however much they differ; under one scale they would not."""
+    x = torch.tensor([1.0, -1.0] * 4 + [100.0, -100.0] * 4, dtype=torch.float64)
+    for block, exact in ((8, True), (0, False)):
+        sim = tw.Simulation(f"dist-ef-block:block={block}", 1)
+        assert torch.equal(sim.reduce([{"w": x}])[0]["w"], x) is exact
 
 
 @pytest.mark.parametrize("workers", [2, 3])

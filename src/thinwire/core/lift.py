@@ -67,13 +67,13 @@ class TwoWay(Method):
         d, sizes = x.numel(), _chunk_sizes(x.numel(), ctx.world)
         columns, mine = sizes[0], sizes[ctx.rank]
         real = torch.tensor(sizes, dtype=x.dtype, device=x.device).unsqueeze(1)
-        rows = pad(x.flatten(), (0, ctx.world * columns - d)).view(ctx.world, columns)
+        rows = _padded(x.flatten(), ctx.world * columns).view(ctx.world, columns)
 
         pushed = self.compressor.encode(rows, real)
         received = yield AllToAll(pushed)
         error = state.server_error * bounded_ratio(ctx, self.max_ratio)
         a = self.compressor.decode(received, columns)[:, :mine].mean(0) + error
-        answer = self.compressor.encode(pad(a, (0, columns - mine)), real[ctx.rank])
+        answer = self.compressor.encode(_padded(a, columns), real[ctx.rank])
         pulled = yield AllGather(answer)
 
         mean = self.compressor.decode(pulled, columns).flatten()[:d].view_as(x)
@@ -108,3 +108,7 @@ def bounded_ratio(ctx: Context, most: float | None) -> float:
 def _chunk_sizes(numel: int, world: int) -> list[int]:
     columns = max(1, -(-numel // world))
     return [min(columns, max(0, numel - i * columns)) for i in range(world)]
+
+
+def _padded(vector: Tensor, n: int) -> Tensor:
+    return pad(vector, (0, n - len(vector))) if len(vector) < n else vector  # pad copies even where it adds nothing
