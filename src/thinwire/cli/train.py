@@ -94,7 +94,9 @@ def _bar(settings: Settings, visible: bool) -> Iterator[Callable[[training.Progr
         TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:.1f} steps/s  {task.fields[sent]}/step"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=not visible, transient=True) as progress:
+    console = Console(stderr=True)
+    hidden = not (visible and console.is_terminal)
+    with Progress(*columns, console=console, disable=hidden, transient=True) as progress:
         task = progress.add_task(settings.method, total=settings.steps, loss=float("nan"), rate=0.0, sent="-")
         start, first = time.perf_counter(), 0
 

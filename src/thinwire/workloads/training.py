@@ -91,7 +91,7 @@ def train(settings: Settings, report: Callable[[Progress], None]) -> dict[str, A
     limit = workload.clip / (1 - (sync.method.mu if isinstance(sync.method, Nesterov) else 0.0))
     losses: list[float] = []
     seconds: list[float] = []
-    sent_before = 0
+    sent_before = last_sent = 0
     for step in range(first, settings.steps):
         sync.telemetry.tracing = settings.trace is not None and step >= settings.steps - TRACED_STEPS
         start = time.perf_counter()
@@ -117,8 +117,7 @@ def train(settings: Settings, report: Callable[[Progress], None]) -> dict[str, A
     if settings.trace:
         write_trace(settings.trace, sync.telemetry.spans)
     figures = _figures(sync, losses, seconds)
-    if seconds:
-        figures["bytes_last_step"] = last_sent
+    figures["bytes_last_step"] = last_sent
     figures |= workload.evaluate(model.module) if rank == 0 else {}
     figures["warm_up_over"] = getattr(optimizer, "frozen", True)
     dist.barrier()
