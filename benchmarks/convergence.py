@@ -1,4 +1,4 @@
-"""Same loss? Every method against the uncompressed run of the same length, each with its learning rate tuned.
+"""Same loss? Every method against the uncompressed run of the same length, its rate from a small grid.
 
     python -m benchmarks.convergence [--text FILE] [--images DIR] [--only lm,text,image] [--out DIR]
 
