@@ -11,6 +11,7 @@ from torch import Tensor
 from thinwire.core.exchange import exchange
 from thinwire.core.lockstep import Collective, Lockstep
 from thinwire.core.method import Context, Method, State
+from thinwire.core.value import Value, made
 from thinwire.registry import Recipe, resolve
 
 Tensors = Mapping[str, Tensor]
@@ -66,7 +67,7 @@ class Simulation:
                 if lr and state is not self.states[rank][name]:
                     last_lr[name] = lr
                 self.states[rank][name] = state
-            means = {n: results[n][0] if n in results else x.clone() for n, x in parts[rank].items()}
+            means = {n: made(results[n][0], x) if n in results else x.clone() for n, x in parts[rank].items()}
             means = _parted(means[""], shapes) if self.method.whole else means
             outs.append({name: mean.to(shapes[name].dtype) for name, mean in means.items()})
         self._last_lr |= last_lr
@@ -80,14 +81,14 @@ class Simulation:
             owed[name] = torch.stack(parts).mean(0)
         return _parted(owed[""], self._shapes) if self.method.whole else owed
 
-    def _start(self, rank: int, tensors: Tensors, lr: float | None) -> Lockstep[tuple[Tensor, State]]:
+    def _start(self, rank: int, tensors: Tensors, lr: float | None) -> Lockstep[tuple[Value, State]]:
         exchanges = []
         for name, x in tensors.items():
             ctx = self._context(rank, name, lr, x.dtype)
             if name not in self.states[rank]:
                 self._like[name] = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
                 self.states[rank][name] = self.method.init(self._like[name], ctx)
-            exchanges.append(exchange(self.method, x, self.states[rank][name], ctx))
+            exchanges.append(exchange(self.method, x.clone(), self.states[rank][name], ctx))
         return Lockstep(exchanges)
 
     def _context(self, rank: int, name: str, lr: float | None = None, dtype: torch.dtype | None = None) -> Context:

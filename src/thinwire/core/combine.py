@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.core.exchange import finite
 from thinwire.core.lift import bounded_ratio
 from thinwire.core.method import Context, Dense, Method, Reduced, State
 from thinwire.core.price import bytes_per_step
 from thinwire.core.requests import Exchange
+from thinwire.core.value import finite, subtract
 
 
 class Wrapper(Method):
@@ -63,13 +63,13 @@ class ErrorFeedback(Wrapper):
         return ErrorFeedbackState(torch.zeros_like(x), self.inner.init(x, ctx))
 
     def reduce(self, x: Tensor, state: ErrorFeedbackState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
-        p = torch.add(x, state.error, alpha=bounded_ratio(ctx, self.max_ratio))
+        p = x.add_(state.error, alpha=bounded_ratio(ctx, self.max_ratio))
         if not finite(p):
             p.fill_(float("nan"))  # a method that sends a part of p could leave the bad number in the error, unseen
         out, inner = yield from self.inner.reduce(p, state.inner, ctx)
-        if ctx.lr == 0:  # nothing is applied this step, so nothing is withheld by it
-            return out, ErrorFeedbackState(state.error, inner)
-        return out, ErrorFeedbackState(p.sub_(out.sent), inner)
+        if ctx.lr != 0 and finite(out.mean):  # at a rate of 0 nothing is applied, so nothing is withheld
+            subtract(p, out.sent, out=state.error)
+        return out, ErrorFeedbackState(state.error, inner)
 
     def withheld(self, x: Tensor, state: ErrorFeedbackState, ctx: Context) -> Tensor:
         return state.error + self.inner.withheld(x, state.inner, ctx)
@@ -105,7 +105,7 @@ class Nesterov(Wrapper):
 
     def reduce(self, x: Tensor, state: NesterovState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         m = torch.add(x, state.momentum, alpha=self.mu)
-        out, inner = yield from self.inner.reduce(torch.add(x, m, alpha=self.mu), state.inner, ctx)
+        out, inner = yield from self.inner.reduce(x.add_(m, alpha=self.mu), state.inner, ctx)
         return out, NesterovState(m, inner)
 
     def withheld(self, x: Tensor, state: NesterovState, ctx: Context) -> Tensor:

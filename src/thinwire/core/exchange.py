@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from thinwire.core.method import Context, Method, Reduced, State
+from thinwire.core.method import Context, Method, State
 from thinwire.core.requests import AllReduce, Exchange
+from thinwire.core.value import WIDE, Value, finite, made
 
-WIDE = (torch.float32, torch.float64)
+R = TypeVar("R")
 
 
 def exchange(
@@ -21,7 +22,7 @@ def exchange(
     ctx: Context,
     present: Tensor | None = None,
     sizes: Sequence[int] | None = None,
-) -> Exchange[tuple[Tensor, State]]:
+) -> Exchange[tuple[Value, State]]:
     """The mean and the state to keep.
 
     A mean that is not finite is handed on, and the state stays as it was: all workers see the same mean, so all agree.
@@ -34,34 +35,27 @@ def exchange(
         out, new = yield from reduction
         absent = None
     else:
-        (out, new), share = yield from _with_presence(reduction, present)
+        request = next(reduction)
+        first = request if isinstance(request, tuple) else (request,)
+        *answers, share = yield (*first, AllReduce(present.float()))
         absent = share == 0
+        if absent.all():
+            return torch.zeros_like(x), state
+        out, new = yield from _resumed(reduction, tuple(answers) if isinstance(request, tuple) else answers[0])
     if not finite(out.mean):
         return out.mean, state
     if absent is None or not absent.any():
         return out.mean, new
-    if sizes is None:
-        return torch.zeros_like(x), state
-    dropped = out.mean * absent.repeat_interleave(torch.tensor(sizes, device=x.device))
-    return out.mean - dropped, method.refund(new, dropped)
+    mean = made(out.mean, x)
+    dropped = mean * absent.repeat_interleave(torch.tensor(sizes, device=x.device))
+    return mean - dropped, method.refund(new, dropped)
 
 
-def _with_presence(
-    reduction: Exchange[tuple[Reduced, State]], present: Tensor
-) -> Exchange[tuple[tuple[Reduced, State], Tensor]]:
-    """The reduction with some numbers more in its first round: which share of the workers is present."""
-    request = next(reduction)
-    first = request if isinstance(request, tuple) else (request,)
-    *answers, share = yield (*first, AllReduce(present.float()))
-    reply: Any = tuple(answers) if isinstance(request, tuple) else answers[0]
+def _resumed(reduction: Exchange[R], reply: Any) -> Exchange[R]:
+    """The rest of a reduction whose first request is answered by ``reply``."""
     while True:
         try:
-            reply = yield reduction.send(reply)
+            request = reduction.send(reply)
         except StopIteration as stop:
-            return stop.value, share
-
-
-def finite(t: Tensor) -> bool:
-    """Whether all of ``t`` is finite."""
-    # a finite sum has finite terms; the converse fails only on overflow, and is then looked at closely
-    return t.is_meta or bool(t.sum().isfinite()) or bool(t.isfinite().all())
+            return stop.value  # type: ignore[no-any-return]
+        reply = yield request

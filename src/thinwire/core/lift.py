@@ -11,24 +11,49 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from thinwire.core.method import Compressor, Context, Method, Reduced, State
-from thinwire.core.requests import AllGather, AllReduce, AllToAll, Exchange
+from thinwire.core.requests import AllGather, AllReduce, AllToAll, Exchange, Payload
+from thinwire.core.value import finite
 
 
 class Raw(NamedTuple):
-    """A payload that is the tensor itself."""
+    """A payload that is the numbers themselves."""
 
-    values: Tensor
+    values: Tensor  # (rows, columns)
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
     """The compressor that loses nothing."""
 
-    def encode(self, x: Tensor, sizes: Tensor) -> Raw:
-        return Raw(x)
+    def encode(self, x: Tensor, rows: int, columns: int) -> Raw:
+        return Raw(pad(x, (0, rows * columns - len(x))).view(rows, columns))
 
-    def decode(self, payload: Raw, n: int) -> Tensor:
-        return payload.values
+    def decode(self, payload: Raw, columns: int, out: Tensor) -> None:
+        out.copy_(payload.values.flatten()[: len(out)])
+
+    def add(self, payload: Raw, columns: int, base: Tensor, alpha: float, out: Tensor) -> None:
+        torch.add(base, payload.values.flatten()[: len(out)], alpha=alpha, out=out)
+
+    def finite(self, payload: Raw) -> bool:
+        return finite(payload.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What a payload stands for, in the shape of the memory that it is written to."""
+
+    compressor: Compressor
+    payload: Payload
+    columns: int
+
+    def write(self, out: Tensor) -> None:
+        self.compressor.decode(self.payload, self.columns, out.view(-1))
+
+    def subtract(self, p: Tensor, out: Tensor) -> None:
+        self.compressor.add(self.payload, self.columns, p.flatten(), -1.0, out.view(-1))
+
+    def finite(self) -> bool:
+        return self.compressor.finite(self.payload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +65,7 @@ class Cast(Method):
     def reduce(self, x: Tensor, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         narrow = x.to(self.dtype)
         mean = yield AllReduce(narrow)
-        return Reduced(mean.to(x.dtype), sent=narrow.to(x.dtype)), state
+        return Reduced(mean.to(x.dtype), sent=narrow), state
 
 
 class TwoWayState(NamedTuple):
@@ -64,23 +89,21 @@ class TwoWay(Method):
         return TwoWayState(x.new_zeros(_chunk_sizes(x.numel(), ctx.world)[ctx.rank]))
 
     def reduce(self, x: Tensor, state: TwoWayState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
-        d, sizes = x.numel(), _chunk_sizes(x.numel(), ctx.world)
-        columns, mine = sizes[0], sizes[ctx.rank]
-        real = torch.tensor(sizes, dtype=x.dtype, device=x.device).unsqueeze(1)
-        rows = _padded(x.flatten(), ctx.world * columns).view(ctx.world, columns)
-
-        pushed = self.compressor.encode(rows, real)
+        C, W, columns = self.compressor, ctx.world, _chunk_sizes(x.numel(), ctx.world)[0]
+        pushed = C.encode(x.flatten(), W, columns)
         received = yield AllToAll(pushed)
-        error = state.server_error * bounded_ratio(ctx, self.max_ratio)
-        a = self.compressor.decode(received, columns)[:, :mine].mean(0) + error
-        answer = self.compressor.encode(_padded(a, columns), real[ctx.rank])
-        pulled = yield AllGather(answer)
 
-        mean = self.compressor.decode(pulled, columns).flatten()[:d].view_as(x)
-        sent = self.compressor.decode(pushed, columns).flatten()[:d].view_as(x)
+        a = state.server_error * bounded_ratio(ctx, self.max_ratio)
+        for i in range(W):
+            C.add(type(received)(*(t[i : i + 1] for t in received)), columns, a, 1 / W, out=a)
+        answer = C.encode(a, 1, columns)
+        pulled = yield AllGather(type(answer)(*(t[0] for t in answer)))
+
+        out = Reduced(Decoded(C, pulled, columns), sent=Decoded(C, pushed, columns))
         if ctx.lr == 0:
-            return Reduced(mean, sent), state
-        return Reduced(mean, sent), TwoWayState(a - self.compressor.decode(answer, columns)[:mine])
+            return out, state
+        C.add(answer, columns, a, -1.0, out=a)
+        return out, TwoWayState(a)
 
     def withheld(self, x: Tensor, state: TwoWayState, ctx: Context) -> Tensor:
         sizes = _chunk_sizes(x.numel(), ctx.world)
@@ -108,7 +131,3 @@ def bounded_ratio(ctx: Context, most: float | None) -> float:
 def _chunk_sizes(numel: int, world: int) -> list[int]:
     columns = max(1, -(-numel // world))
     return [min(columns, max(0, numel - i * columns)) for i in range(world)]
-
-
-def _padded(vector: Tensor, n: int) -> Tensor:
-    return pad(vector, (0, n - len(vector))) if len(vector) < n else vector  # pad copies even where it adds nothing

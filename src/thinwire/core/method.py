@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.requests import AllReduce, Exchange, Payload
+from thinwire.core.value import Value
 
 State = tuple[Any, ...]
 """A NamedTuple of tensors, numbers and further states: passed in and out, never hidden on ``self``."""
@@ -19,9 +20,9 @@ State = tuple[Any, ...]
 class Reduced(NamedTuple):
     """The outcome of one reduction."""
 
-    mean: Tensor
+    mean: Value
     """What all workers agree on, bit for bit."""
-    sent: Tensor
+    sent: Value
     """What this worker contributed; its mean over the workers is what ``mean`` carries of this step's input."""
 
 
@@ -70,7 +71,11 @@ class Method:
         return ()
 
     def reduce(self, x: Tensor, state: Any, ctx: Context) -> Exchange[tuple[Reduced, State]]:
-        """Average ``x`` over the workers, by yielding requests."""
+        """Average ``x`` over the workers, by yielding requests.
+
+        The memory of ``x`` is the method's to overwrite. That of ``state`` is too, but only once the mean is known
+        to be finite: a step that is not leaves no trace.
+        """
         raise TypeError(f"{type(self).__name__} does not define reduce()")
 
     def withheld(self, x: Tensor, state: Any, ctx: Context) -> Tensor:
@@ -104,13 +109,23 @@ class Dense(Method):
 
 
 class Compressor(Protocol):
-    """Encodes and decodes without communication. Rows are independent: shapes are ``(..., n)``."""
+    """Encodes and decodes without communication.
 
-    def encode(self, x: Tensor, sizes: Tensor) -> Payload:
-        """``sizes (..., 1)`` says how many columns of each row are real; the rest is padding."""
+    A vector is cut into independent rows of ``columns`` numbers, one for each worker that is to have it; the last rows
+    may be short or empty. A payload's tensors have a row for each of them, in the same shape on every worker.
+    """
 
-    def decode(self, payload: Any, n: int) -> Tensor:
-        """The rows, ``n`` columns wide, that the payload stands for."""
+    def encode(self, x: Tensor, rows: int, columns: int) -> Payload:
+        """x (d,), with d at most rows * columns."""
+
+    def decode(self, payload: Any, columns: int, out: Tensor) -> None:
+        """out = C(x), out (d,)"""
+
+    def add(self, payload: Any, columns: int, base: Tensor, alpha: float, out: Tensor) -> None:
+        """out = base + alpha C(x), which may be the same memory."""
+
+    def finite(self, payload: Any) -> bool:
+        """Whether C(x) is."""
 
 
 @runtime_checkable

@@ -17,17 +17,25 @@ from thinwire.kernels import reference
 class Kernels(Protocol):
     """What each module of kernels defines; ``reference`` says what they mean."""
 
-    def encode_signs(self, x: Tensor, sizes: Tensor, block: int) -> tuple[Tensor, Tensor]: ...
+    def encode_signs(self, x: Tensor, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]: ...
 
-    def decode_signs(self, scale: Tensor, bits: Tensor, n: int, block: int) -> Tensor: ...
+    def decode_signs(self, scale: Tensor, bits: Tensor, columns: int, block: int, out: Tensor) -> None: ...
+
+    def add_signs(
+        self, scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor
+    ) -> None: ...
 
 
-def encode_signs(x: Tensor, sizes: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    return _for(x).encode_signs(x, sizes, block)
+def encode_signs(x: Tensor, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
+    return _for(x).encode_signs(x, rows, columns, block)
 
 
-def decode_signs(scale: Tensor, bits: Tensor, n: int, block: int) -> Tensor:
-    return _for(scale).decode_signs(scale, bits, n, block)
+def decode_signs(scale: Tensor, bits: Tensor, columns: int, block: int, out: Tensor) -> None:
+    _for(out).decode_signs(scale, bits, columns, block, out)
+
+
+def add_signs(scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor) -> None:
+    _for(out).add_signs(scale, bits, columns, block, base, alpha, out)
 
 
 def _for(x: Tensor) -> Kernels:

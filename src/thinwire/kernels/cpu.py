@@ -12,62 +12,84 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from thinwire.kernels.reference import block_sizes
-
 Array = np.ndarray[Any, Any]
 compiled = njit(nogil=True, cache=True, fastmath=False)
 
 
-def encode_signs(x: Tensor, sizes: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    lead, n = x.shape[:-1], x.shape[-1]
-    width, blocks = -(-n // 8), -(-n // block)
-    total = x.new_empty(*lead, blocks, dtype=torch.float64)
-    bits = x.new_empty(*lead, width, dtype=torch.uint8)
-    _encode_signs(_rows(x, lead, n), _rows(total, lead, blocks), _rows(bits, lead, width), block)
-    return (total / block_sizes(sizes, blocks, block)).to(x.dtype), bits
+def encode_signs(x: Tensor, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
+    assert len(x) <= rows * columns
+    scale = x.new_empty(rows, -(-columns // block))
+    bits = x.new_empty(rows, -(-columns // 8), dtype=torch.uint8)
+    _encode_signs(_array(x), columns, block, _array(scale), _array(bits))
+    return scale, bits
 
 
-def decode_signs(scale: Tensor, bits: Tensor, n: int, block: int) -> Tensor:
-    lead = bits.shape[:-1]
-    out = scale.new_empty(*lead, n)
-    _decode_signs(_rows(scale, lead, -(-n // block)), _rows(bits, lead, -(-n // 8)), _rows(out, lead, n), block)
-    return out
+def decode_signs(scale: Tensor, bits: Tensor, columns: int, block: int, out: Tensor) -> None:
+    _check(scale, bits, columns, block, out)
+    _decode_signs(_array(scale), _array(bits), columns, block, _array(out))
 
 
-def _rows(x: Tensor, lead: torch.Size, n: int) -> Array:
-    """x as (rows, n). The view checks the shape, which the loops do not."""
-    return x.detach().contiguous().view(lead.numel(), n).numpy()
+def add_signs(scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor) -> None:
+    _check(scale, bits, columns, block, out, base)
+    _add_signs(_array(scale * alpha), _array(bits), columns, block, _array(base), _array(out))
+
+
+def _check(scale: Tensor, bits: Tensor, columns: int, block: int, *vectors: Tensor) -> None:
+    """The loops do not look where they write."""
+    rows = len(bits)
+    assert vectors[0].is_contiguous()
+    assert len({len(v) for v in vectors}) == 1
+    assert len(vectors[0]) <= rows * columns
+    assert (tuple(scale.shape), tuple(bits.shape)) == ((rows, -(-columns // block)), (rows, -(-columns // 8)))
+
+
+def _array(x: Tensor) -> Array:
+    return x.detach().contiguous().numpy()
 
 
 @compiled
-def _encode_signs(x: Array, total: Array, bits: Array, block: int) -> None:
-    rows, n = x.shape
-    for r in range(rows):
-        for b in range(total.shape[1]):
-            start, end = b * block, min(n, (b + 1) * block)
+def _encode_signs(x: Array, columns: int, block: int, scale: Array, bits: Array) -> None:
+    for r in range(scale.shape[0]):
+        row = x[r * columns : (r + 1) * columns]
+        bits[r, (len(row) + 7) // 8 :] = 0
+        for b in range(scale.shape[1]):
+            start, end = min(len(row), b * block), min(len(row), (b + 1) * block)
             whole = end - (end - start) % 8
             sums = np.zeros(8)  # one for each column of a byte: a single one could not be vectorised
             for j in range(start, whole, 8):
-                bits[r, j // 8] = _pack(x[r], j, 8, sums)
+                bits[r, j // 8] = _pack(row, j, 8, sums)
             if whole < end:
-                bits[r, whole // 8] = _pack(x[r], whole, end - whole, sums)
-            total[r, b] = sums.sum()
+                bits[r, whole // 8] = _pack(row, whole, end - whole, sums)
+            scale[r, b] = sums.sum() / max(1, end - start)
 
 
 @compiled
-def _decode_signs(scale: Array, bits: Array, out: Array, block: int) -> None:
-    rows, n = out.shape
-    for r in range(rows):
+def _decode_signs(scale: Array, bits: Array, columns: int, block: int, out: Array) -> None:
+    for r in range(scale.shape[0]):
+        row = out[r * columns : (r + 1) * columns]
         for b in range(scale.shape[1]):
-            start, end = b * block, min(n, (b + 1) * block)
+            start, end = min(len(row), b * block), min(len(row), (b + 1) * block)
             whole = end - (end - start) % 8
             for j in range(start, whole, 8):
-                _unpack(scale[r, b], bits[r, j // 8], out[r], j, 8)
+                _unpack(scale[r, b], bits[r, j // 8], row, j, 8)
             if whole < end:
-                _unpack(scale[r, b], bits[r, whole // 8], out[r], whole, end - whole)
+                _unpack(scale[r, b], bits[r, whole // 8], row, whole, end - whole)
 
 
-# The two below are inlined where they are called, so a count of 8 is unrolled into vector instructions.
+@compiled
+def _add_signs(scale: Array, bits: Array, columns: int, block: int, base: Array, out: Array) -> None:
+    for r in range(scale.shape[0]):
+        source, row = base[r * columns : (r + 1) * columns], out[r * columns : (r + 1) * columns]
+        for b in range(scale.shape[1]):
+            start, end = min(len(row), b * block), min(len(row), (b + 1) * block)
+            whole = end - (end - start) % 8
+            for j in range(start, whole, 8):
+                _unpack_onto(scale[r, b], bits[r, j // 8], source, row, j, 8)
+            if whole < end:
+                _unpack_onto(scale[r, b], bits[r, whole // 8], source, row, whole, end - whole)
+
+
+# Those below are inlined where they are called, so a count of 8 is unrolled into vector instructions.
 
 
 @compiled
@@ -83,3 +105,9 @@ def _pack(x: Array, start: int, count: int, sums: Array) -> int:
 def _unpack(scale: float, byte: int, out: Array, start: int, count: int) -> None:
     for k in range(count):
         out[start + k] = scale if byte >> k & 1 else -scale
+
+
+@compiled
+def _unpack_onto(scale: float, byte: int, base: Array, out: Array, start: int, count: int) -> None:
+    for k in range(count):
+        out[start + k] = base[start + k] + (scale if byte >> k & 1 else -scale)

@@ -1,4 +1,8 @@
-"""The kernels in plain torch: what each one means, on any device."""
+"""The kernels in plain torch: what each one means, on any device.
+
+A vector of d numbers is cut into rows of ``columns``, the last of which may be short or empty, and each row into blocks
+of ``block``, a multiple of 8. Each block has a scale and each number a bit, the first in the lowest bit of its byte.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +11,34 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
-def encode_signs(x: Tensor, sizes: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """For each block of columns, the mean magnitude of the real ones; and a bit a column: 1 where x >= 0.
-
-    x (..., n), sizes (..., 1) real columns of each row, block: a multiple of 8
-    -> scale (..., ceil(n / block)), bits (..., ceil(n / 8)), the first column in the lowest bit.
+def encode_signs(x: Tensor, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
+    """x (d,) -> scale (rows, ceil(columns / block)): the mean magnitude of each block, 0 if it is empty;
+    bits (rows, ceil(columns / 8)): 1 where x >= 0, and 0 where there is no number.
     """
-    blocks = pad(x, (0, -x.shape[-1] % block)).view(*x.shape[:-1], -1, block)
+    d, missing = len(x), rows * columns - len(x)
+    blocks = pad(pad(x, (0, missing)).view(rows, columns), (0, -columns % block)).view(rows, -1, block)
+    real = torch.arange(rows * columns, device=x.device).view(rows, columns) < d
+    count = pad(real, (0, -columns % block)).view(rows, -1, block).sum(-1)
     total = blocks.abs().sum(-1, dtype=torch.float64)  # so that the order of summation hardly shows
-    scale = (total / block_sizes(sizes, total.shape[-1], block)).to(x.dtype)
-    positive = pad(x >= 0, (0, -x.shape[-1] % 8))
-    bytewise = positive.view(*x.shape[:-1], -1, 8).to(torch.uint8) << _shifts(x.device)
-    return scale, bytewise.sum(-1, dtype=torch.uint8)
+    positive = pad(pad(x >= 0, (0, missing)).view(rows, columns), (0, -columns % 8))
+    bytewise = positive.view(rows, -1, 8).to(torch.uint8) << _shifts(x.device)
+    return (total / count.clamp(min=1)).to(x.dtype), bytewise.sum(-1, dtype=torch.uint8)
 
 
-def decode_signs(scale: Tensor, bits: Tensor, n: int, block: int) -> Tensor:
-    """scale (..., ceil(n / block)), bits (..., ceil(n / 8)) -> (..., n): plus or minus the block's scale."""
-    positive = (bits.unsqueeze(-1) >> _shifts(bits.device)).bitwise_and_(1).flatten(-2)[..., :n].bool()
-    scale = scale.repeat_interleave(block, -1)[..., :n]
-    return torch.where(positive, scale, -scale)
+def decode_signs(scale: Tensor, bits: Tensor, columns: int, block: int, out: Tensor) -> None:
+    """out (d,) = plus or minus the block's scale."""
+    out.copy_(_signs(scale, bits, columns, block)[: len(out)])
 
 
-def block_sizes(sizes: Tensor, blocks: int, block: int) -> Tensor:
-    """How many columns of each block are real, and 1 where none is: (..., 1) -> (..., blocks)."""
-    starts = torch.arange(blocks, device=sizes.device) * block
-    return (sizes - starts).clamp(1, block)
+def add_signs(scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor) -> None:
+    """out (d,) = base + alpha times the decoded signs; ``out`` may be ``base``."""
+    torch.add(base, _signs(scale * alpha, bits, columns, block)[: len(out)], out=out)
+
+
+def _signs(scale: Tensor, bits: Tensor, columns: int, block: int) -> Tensor:
+    positive = (bits.unsqueeze(-1) >> _shifts(bits.device)).bitwise_and_(1).flatten(-2)[:, :columns].bool()
+    scale = scale.repeat_interleave(block, -1)[:, :columns]
+    return torch.where(positive, scale, -scale).flatten()
 
 
 def _shifts(device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 from thinwire.core.lowrank import LowRank, orthogonalize, transposed_product
 from thinwire.core.method import Context, Reduced
 from thinwire.core.requests import AllReduce, Exchange
+from thinwire.core.value import Product
 
 
 class ACPState(NamedTuple):
@@ -44,10 +45,10 @@ class ACP(LowRank):
             Q = orthogonalize(state.Q)
             P_local = M @ Q
             P = yield AllReduce(P_local)
-            sent = P_local @ Q.mT
+            sent = Product(P_local, Q)
         else:
             P = orthogonalize(state.P)
             Q_local = transposed_product(M, P)
             Q = yield AllReduce(Q_local)
-            sent = P @ Q_local.mT
-        return Reduced((P @ Q.mT).view_as(x), sent.view_as(x)), ACPState(P, Q, state.turn + 1)
+            sent = Product(P, Q_local)
+        return Reduced(Product(P, Q), sent), ACPState(P, Q, state.turn + 1)

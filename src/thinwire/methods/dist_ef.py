@@ -22,11 +22,12 @@ from thinwire import kernels
 from thinwire.core.combine import Rule, error_feedback, nesterov, where, whole
 from thinwire.core.lift import two_way
 from thinwire.core.method import Method
+from thinwire.core.value import finite
 
 
 class Signs(NamedTuple):
-    scale: Tensor  # (..., ceil(n / block))
-    bits: Tensor  # (..., ceil(n / 8)) uint8
+    scale: Tensor  # (rows, ceil(columns / block))
+    bits: Tensor  # (rows, ceil(columns / 8)) uint8
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,20 @@ class ScaledSign:
     block: int = 0
     """Most elements that share a scale; 0 for all of a row."""
 
-    def encode(self, x: Tensor, sizes: Tensor) -> Signs:
-        return Signs(*kernels.encode_signs(x, sizes, self._block(x.shape[-1])))
+    def encode(self, x: Tensor, rows: int, columns: int) -> Signs:
+        return Signs(*kernels.encode_signs(x, rows, columns, self._block(columns)))
 
-    def decode(self, payload: Signs, n: int) -> Tensor:
-        return kernels.decode_signs(payload.scale, payload.bits, n, self._block(n))
+    def decode(self, payload: Signs, columns: int, out: Tensor) -> None:
+        kernels.decode_signs(payload.scale, payload.bits, columns, self._block(columns), out)
 
-    def _block(self, n: int) -> int:
-        row = n + -n % 8
+    def add(self, payload: Signs, columns: int, base: Tensor, alpha: float, out: Tensor) -> None:
+        kernels.add_signs(payload.scale, payload.bits, columns, self._block(columns), base, alpha, out)
+
+    def finite(self, payload: Signs) -> bool:
+        return finite(payload.scale)
+
+    def _block(self, columns: int) -> int:
+        row = columns + -columns % 8
         return min(self.block, row) if self.block else row
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from thinwire.core.lowrank import LowRank, orthogonalize, transposed_product
 from thinwire.core.method import Context, Reduced
 from thinwire.core.requests import AllReduce, Exchange
+from thinwire.core.value import Product
 
 
 class PowerSGDState(NamedTuple):
@@ -38,4 +39,4 @@ class PowerSGD(LowRank):
         P = orthogonalize((yield AllReduce(M @ state.Q)))
         Q_local = transposed_product(M, P)
         Q = yield AllReduce(Q_local)
-        return Reduced((P @ Q.mT).view_as(x), sent=(P @ Q_local.mT).view_as(x)), PowerSGDState(Q)
+        return Reduced(Product(P, Q), sent=Product(P, Q_local)), PowerSGDState(Q)

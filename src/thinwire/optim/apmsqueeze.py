@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.core.combine import after
-from thinwire.core.exchange import finite
 from thinwire.core.method import Dense, Method
+from thinwire.core.value import finite
 from thinwire.optim.common import (
     check_at_least_zero,
     check_attached,

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from thinwire.core.lockstep import Collective, Lockstep
+from thinwire.core.value import Value
 from thinwire.errors import ExchangeError
 from thinwire.runtime.telemetry import Telemetry
 from thinwire.runtime.transport import Pending, Transport
 
-Results = list[tuple[Tensor, Any]]
+Results = list[tuple[Value, Any]]
 
 
 class _Answered:
@@ -36,7 +37,7 @@ class Job:
     """One bucket's exchange: how it starts, where its outcome goes, and who is told when it is there."""
 
     label: str
-    start: Callable[[], Lockstep[tuple[Tensor, Any]]]
+    start: Callable[[], Lockstep[tuple[Value, Any]]]
     finish: Callable[[Results], None]
     release: Callable[[], None]
     fail: Callable[[ExchangeError], None]
@@ -44,7 +45,7 @@ class Job:
     """The memory that the job reads and writes."""
     last: bool
     """Whether it is the last of its step."""
-    lockstep: Lockstep[tuple[Tensor, Any]] | None = None
+    lockstep: Lockstep[tuple[Value, Any]] | None = None
     collectives: list[Collective] = field(default_factory=list)
     pending: list[Pending] = field(default_factory=list)
     remaining: int = 0

@@ -56,7 +56,7 @@ def flatten(state: State, prefix: str = "") -> dict[str, Any]:
         if isinstance(value, tuple):
             flat |= flatten(value, f"{prefix}{name}.")
         else:
-            flat[prefix + name] = value
+            flat[prefix + name] = value.clone() if isinstance(value, Tensor) else value  # errors change in place
     return flat
 
 

@@ -15,6 +15,7 @@ from thinwire.core.exchange import exchange
 from thinwire.core.lockstep import Collective, Lockstep
 from thinwire.core.method import Context, Method, Owner, State
 from thinwire.core.requests import Exchange
+from thinwire.core.value import Value, made, write
 from thinwire.errors import ExchangeError
 from thinwire.registry import Recipe, resolve
 from thinwire.runtime.engine import Engine, Job, Results
@@ -157,15 +158,14 @@ class Synchronizer:
         parts = [part for part in bucket.parts if part.grad.numel()]
         contexts = [self._context(part.name, part) for part in parts]
 
-        def start() -> Lockstep[tuple[Tensor, State]]:
+        def start() -> Lockstep[tuple[Value, State]]:
             self._agree(step)
             running = [self._exchange(part, ctx) for part, ctx in zip(parts, contexts, strict=True)]
             return Lockstep(running, scratch=bucket.buffer)
 
         def finish(results: Results) -> None:
             for part, ctx, (mean, state) in zip(parts, contexts, results, strict=True):
-                if mean.data_ptr() != part.grad.data_ptr():
-                    part.grad.copy_(mean)
+                write(part.grad, mean)
                 self.ledger.keep(ctx, state)
             self._count(bucket)
 
@@ -180,7 +180,7 @@ class Synchronizer:
         parts = sorted((part for bucket, _ in held for part in bucket.parts), key=lambda p: order[p.name])
         ctx = self._context(WHOLE, parts[0])
 
-        def start() -> Lockstep[tuple[Tensor, State]]:
+        def start() -> Lockstep[tuple[Value, State]]:
             self._agree(ctx.step)
             present = self._present(parts)
             vector = torch.cat([self._outgoing(part).flatten() for part in parts])
@@ -189,7 +189,8 @@ class Synchronizer:
 
         def finish(results: Results) -> None:
             mean, state = results[0]
-            pieces = torch.split(mean, [part.grad.numel() for part in parts])
+            vector = made(mean, self.ledger.template(WHOLE))
+            pieces = torch.split(vector, [part.grad.numel() for part in parts])
             for part, piece in zip(parts, pieces, strict=True):
                 part.grad.copy_(piece.view_as(part.grad))
             self.ledger.keep(ctx, state)
@@ -206,7 +207,7 @@ class Synchronizer:
 
         return Job("the whole gradient", start, finish, release, fail, [bucket.buffer for bucket, _ in held], last=True)
 
-    def _exchange(self, part: Part, ctx: Context) -> Exchange[tuple[Tensor, State]]:
+    def _exchange(self, part: Part, ctx: Context) -> Exchange[tuple[Value, State]]:
         present = self._present([part])
         return exchange(self.method, self._outgoing(part), self.ledger.state(ctx), ctx, present)
 

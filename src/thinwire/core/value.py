@@ -1,0 +1,80 @@
+"""Values that a method hands back without making them: as factors or a payload, written where they are wanted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Deferred(Protocol):
+    """A value that can be written into memory that exists: contiguous, and of a type that methods compute in."""
+
+    def write(self, out: Tensor) -> None:
+        """out = value"""
+
+    def subtract(self, p: Tensor, out: Tensor) -> None:
+        """out = p - value"""
+
+    def finite(self) -> bool:
+        """Whether all of the value is."""
+
+
+Value = Tensor | Deferred
+WIDE = (torch.float32, torch.float64)
+"""The types that methods compute in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """P Q^T, in the shape of the memory that it is written to."""
+
+    P: Tensor  # (n, r)
+    Q: Tensor  # (m, r)
+
+    def write(self, out: Tensor) -> None:
+        torch.mm(self.P, self.Q.mT, out=out.flatten(1))
+
+    def subtract(self, p: Tensor, out: Tensor) -> None:
+        torch.addmm(p.flatten(1), self.P, self.Q.mT, alpha=-1, out=out.flatten(1))
+
+    def finite(self) -> bool:
+        return finite(self.P.norm() * self.Q.norm())  # bounds every entry of the product
+
+
+def write(out: Tensor, value: Value) -> None:
+    """out = value; nothing happens where a tensor is that memory already."""
+    if not isinstance(value, Tensor) and out.is_contiguous() and out.dtype in WIDE:
+        value.write(out)
+        return
+    tensor = made(value, out)
+    if tensor.data_ptr() != out.data_ptr():
+        out.copy_(tensor)
+
+
+def subtract(p: Tensor, value: Value, out: Tensor) -> None:
+    """out = p - value"""
+    if not isinstance(value, Tensor) and out.is_contiguous():
+        value.subtract(p, out)
+    else:
+        torch.sub(p, made(value, p), out=out)
+
+
+def made(value: Value, like: Tensor) -> Tensor:
+    """The value as a tensor in the shape of ``like``."""
+    if isinstance(value, Tensor):
+        return value
+    wide = torch.promote_types(like.dtype, torch.float32)
+    out = torch.empty_like(like, dtype=wide, memory_format=torch.contiguous_format)
+    value.write(out)
+    return out
+
+
+def finite(value: Value) -> bool:
+    """Whether all of ``value`` is finite."""
+    if not isinstance(value, Tensor):
+        return value.finite()
+    # a finite sum has finite terms; the converse fails only on overflow, and is then looked at closely
+    return value.is_meta or bool(value.sum().isfinite()) or bool(value.isfinite().all())
