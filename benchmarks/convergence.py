@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 LM, IMAGE = "lm:layers=2,width=128", "image:width=8"
-ADAM, SGD, IMAGE_SGD, IMAGE_ADAM = [2e-3, 4e-3], [0.1, 0.2], [0.1, 0.2], [2e-3, 4e-3]
+ADAM, SGD, IMAGE_SGD, IMAGE_ADAM = [2e-3, 4e-3, 8e-3], [0.2, 0.4, 0.8], [0.1, 0.2, 0.4], [2e-3, 4e-3, 8e-3]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def adam_entries(steps: int) -> list[Entry]:
 
 
 def sgd_entries() -> list[Entry]:
-    return [Entry("sgd", SGD), Entry("dist-ef-sgdm", [0.05, 0.1], "sgd")]
+    return [Entry("sgd", SGD), Entry("dist-ef-sgdm", SGD, "sgd")]
 
 
 def rank_entries(steps: int) -> list[Entry]:
@@ -56,7 +56,7 @@ def image_entries(steps: int) -> list[Entry]:
         Entry("sgd", IMAGE_SGD),
         Entry("sgd+acp:rank=4", IMAGE_SGD, "sgd"),
         Entry("sgd+powersgd:rank=4", IMAGE_SGD, "sgd"),
-        Entry("dist-ef-sgdm", [0.05, 0.1], "sgd"),
+        Entry("dist-ef-sgdm", [0.05, *IMAGE_SGD], "sgd"),
         Entry("adam", IMAGE_ADAM),
         Entry(f"apm:warmup_steps={steps // 5}", [], "adam", like="adam"),
     ]
@@ -128,9 +128,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     wanted = args.only.split(",")
-    # clipping acts on what is exchanged, which in dist-EF is a momentum: the SGD tables go without
     adam = ["--workload", LM, "--workers", str(args.workers), "--steps", str(args.lm_steps)]
-    sgd = ["--workload", f"{LM},clip=0", "--workers", str(args.workers), "--steps", str(args.sgd_steps)]
+    sgd = ["--workload", LM, "--workers", str(args.workers), "--steps", str(args.sgd_steps)]
     for name, title, data in (("lm", "Python's standard library", None), ("text", "A text", args.text)):
         if name in wanted and (data or name == "lm"):
             more = ["--data", str(data)] if data else []

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from thinwire import spec as grammar
 from thinwire.core import price as pricing
-from thinwire.core.combine import Nesterov, Rule, Where, after, where
+from thinwire.core.combine import Local, Rule, Where, after, where
 from thinwire.core.method import Method
 from thinwire.methods.acp import ACP
 from thinwire.methods.dense import SSGD
@@ -73,8 +73,8 @@ def parse(text: str) -> Method:
 
 
 def _ruled(method: Method, changes: Mapping[str, Any]) -> Method:
-    if isinstance(method, Nesterov):
-        return replace(method, inner=_ruled(method.inner, changes))
+    if isinstance(method, Local):
+        return method.around(_ruled(method.inner, changes))
     if isinstance(method, Where):
         return replace(method, rule=replace(method.rule, **changes))
     return where(Rule(**changes), method)

@@ -11,7 +11,7 @@ from thinwire.methods.dist_ef import ScaledSign
 torch.set_num_threads(1)
 
 SHAPES = {"w": (6, 11), "conv": (5, 2, 3, 3), "b": (17,)}
-BLOCK = "dist-ef-block:min_saving=0"
+BLOCK = "dist-ef-block:min_saving=0,min_dims=0"
 SCHEDULES = {
     "constant": [0.1] * 30,
     "step decay": [0.1] * 12 + [0.01] * 10 + [0.001] * 8,
@@ -145,7 +145,7 @@ def test_parameters_less_what_is_owed_follow_uncompressed_sgd(method, schedule, 
         for name, owed in sim.owed().items():
             close(x[name] - last * owed, y[name].detach(), 1e-12)
             if lr:
-                assert (last * owed).abs().max() > 1e-5  # the law is not about nothing
+                assert (last * owed).abs().max() > 1e-7  # the law is not about nothing
 
 
 @pytest.mark.parametrize("method", ["dist-ef", BLOCK])
@@ -259,7 +259,7 @@ def test_each_block_has_a_scale_of_its_own():
     """Blocks of equal magnitudes pass exactly, however much they differ; under one scale they would not."""
     x = torch.tensor([1.0, -1.0] * 4 + [100.0, -100.0] * 4, dtype=torch.float64)
     for block, exact in ((8, True), (0, False)):
-        sim = tw.Simulation(f"dist-ef-block:block={block}", 1)
+        sim = tw.Simulation(f"{BLOCK},block={block}", 1)
         assert torch.equal(sim.reduce([{"w": x}])[0]["w"], x) is exact
 
 
@@ -271,13 +271,18 @@ def test_the_simulation_sends_the_priced_bytes(workers):
         assert sim.bytes_sent == sum(sent for _, sent in tw.price(method, SHAPES, workers))
 
 
-def test_a_tensor_too_small_to_halve_goes_exactly_in_the_same_collectives():
-    shapes = {"w": (30, 30), "tiny": (2,)}
-    sim = tw.Simulation("dist-ef-block", 3)
-    for step in range(3):
+def test_vectors_and_tiny_tensors_go_rounded_in_the_same_collectives_and_the_rounding_comes_back():
+    shapes = {"w": (30, 30), "tiny": (2, 1), "bias": (100,)}
+    sim, owed = tw.Simulation("dist-ef-block", 3), {"tiny": 0.0, "bias": 0.0}
+    for step in range(5):
         inputs = gradients(3, step, shapes)
-        close(sim.reduce(inputs, lr=10.0**-step)[0]["tiny"], mean_of(inputs, "tiny"), 1e-14)
-    assert not sim.owed()["tiny"].any()
+        out = sim.reduce(inputs)[0]
+        for name in owed:
+            wanted = mean_of(inputs, name) + owed[name]
+            close(out[name], wanted, 0.02)
+            close(out[name] + sim.owed()[name], wanted, 1e-14)
+            owed[name] = sim.owed()[name]
+            assert owed[name].any()
     assert [op for op, _ in tw.price("dist-ef-block", shapes, 3)] == ["all_to_all", "all_gather"]
 
 

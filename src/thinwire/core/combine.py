@@ -88,13 +88,35 @@ class ErrorFeedback(Wrapper):
         return replace(self, inner=self.inner.dense())
 
 
+class Local(Wrapper):
+    """What a worker does to every gradient before it is exchanged, whichever tensors the method takes and from when."""
+
+    __slots__ = ()
+
+    def around(self, inner: Method) -> Method:
+        """The same before another method."""
+        return replace(self, inner=inner)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, slots=True)
+class Clip(Local):
+    """The worker's gradient, scaled down to a norm of ``limit`` if it is longer."""
+
+    limit: float
+    inner: Method
+
+    def reduce(self, x: Tensor, state: Any, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        # a zero gradient has an infinite limit / norm, which is no limit
+        return self.inner.reduce(x.mul_((self.limit / x.norm()).clamp(max=1)), state, ctx)
+
+
 class NesterovState(NamedTuple):
     momentum: Tensor
     inner: Any
 
 
 @dataclass(frozen=True, slots=True)
-class Nesterov(Wrapper):
+class Nesterov(Local):
     """The worker's momentum, before compression:   m = mu m + g;   x = mu m + g"""
 
     mu: float
@@ -205,6 +227,11 @@ def nesterov(mu: float, method: Method) -> Method:
     return Nesterov(mu, method) if mu else method
 
 
+def clipped(limit: float, method: Method) -> Method:
+    """Each worker's gradient clipped to a norm of ``limit``, before all else that ``method`` does; 0 for no limit."""
+    return Clip(limit, method) if limit else method
+
+
 def whole(method: Method) -> Method:
     """``method`` over the whole gradient as one vector."""
     return Whole(method)
@@ -212,8 +239,8 @@ def whole(method: Method) -> Method:
 
 def after(start: int | Callable[[], bool], method: Method) -> Method:
     """A dense warm-up of ``start`` steps, with the method's momentum if it has one."""
-    if isinstance(method, Nesterov):
-        return replace(method, inner=after(start, method.inner))
+    if isinstance(method, Local):
+        return method.around(after(start, method.inner))
     if isinstance(start, int) and start < 0:
         raise ValueError(f"after must be at least 0, not {start}")
     return After(start, method)
@@ -221,6 +248,6 @@ def after(start: int | Callable[[], bool], method: Method) -> Method:
 
 def where(rule: Rule, method: Method) -> Method:
     """``method`` for the tensors of ``rule`` only; the others keep the method's momentum if it has one."""
-    if isinstance(method, Nesterov):
-        return replace(method, inner=where(rule, method.inner))
+    if isinstance(method, Local):
+        return method.around(where(rule, method.inner))
     return Where(rule, method)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from thinwire.core.combine import Nesterov
+from thinwire.core.combine import Local
 from thinwire.core.method import Method
 from thinwire.registry import Recipe, resolve
 
@@ -15,8 +15,8 @@ from thinwire.registry import Recipe, resolve
 def exchange_of(exchange: str | Recipe | Method) -> Method:
     """The method that an optimizer exchanges by; the momentum is the optimizer's own."""
     method = resolve(exchange)
-    if isinstance(method, Nesterov):
-        raise ValueError(f"the exchange must have no momentum of its own: {method!r}")
+    if isinstance(method, Local):
+        raise ValueError(f"the exchange must have no momentum or clipping of its own: {method!r}")
     return method
 
 

@@ -4,10 +4,14 @@
     wm = mu wm + wd x;    x -= eta (D~ + mu wm + wd x)
 
 Weight decay is the same on all workers, so it has a momentum of its own and is never compressed.
+
+Departure: ``clip`` limits each worker's gradient where it arrives. To clip the answer instead, as one would an averaged
+gradient, drops a part of a momentum whose errors have already been settled.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.core.combine import nesterov
+from thinwire.core.combine import clipped, nesterov
 from thinwire.core.method import Method
 from thinwire.optim.common import check_at_least_zero, check_attached, check_same_in_all_groups, evaluate, exchange_of
 from thinwire.registry import Recipe
@@ -26,6 +30,7 @@ class DistEFBlockSGDM(Optimizer):
 
     momentum: Of each worker, before compression.
     weight_decay: Uncompressed, with a momentum of its own.
+    clip: Largest norm of a worker's gradient, before its momentum: 1 / sqrt(n) of it for each of n tensors. 0 for none.
     exchange: The method that the momentum is exchanged by; on the command line, dist-ef-sgdm+method.
     """
 
@@ -39,13 +44,15 @@ class DistEFBlockSGDM(Optimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         exchange: str | Recipe | Method = "dist-ef-block",
+        clip: float = 0.0,
     ) -> None:
-        check_at_least_zero(lr=lr, weight_decay=weight_decay)
+        check_at_least_zero(lr=lr, weight_decay=weight_decay, clip=clip)
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), not {momentum}")
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         check_same_in_all_groups(self, "momentum")
-        self.method = nesterov(momentum, exchange_of(exchange))
+        tensors = sum(len(group["params"]) for group in self.param_groups)
+        self.method = clipped(clip / math.sqrt(tensors), nesterov(momentum, exchange_of(exchange)))
 
     def outgoing(self, parameter: Tensor, grad: Tensor) -> Tensor:
         return grad

@@ -72,8 +72,19 @@ class Recipe:
     def default_lr(self) -> float:
         return DEFAULT_LR[grammar.split(self.optimizer)[0]]
 
-    def build(self, parameters: Iterable[Tensor], lr: float | None) -> tuple[torch.optim.Optimizer, Any]:
-        """The optimizer, and what ``thinwire.attach`` is to be given: itself, or the method under it."""
+    @property
+    def clips(self) -> bool:
+        """Whether the optimizer limits each worker's gradient itself, before the exchange."""
+        kind = OPTIMIZERS.get(grammar.split(self.optimizer)[0])
+        return kind is not None and "clip" in grammar.options_of(kind)
+
+    def build(
+        self, parameters: Iterable[Tensor], lr: float | None, clip: float = 0.0
+    ) -> tuple[torch.optim.Optimizer, Any]:
+        """The optimizer, and what ``thinwire.attach`` is to be given: itself, or the method under it.
+
+        ``clip`` is for optimizers that clip, unless their spec has one.
+        """
         name, options = grammar.split(self.optimizer)
         grammar.choose("optimizer", name, [*BASES, *OPTIMIZERS])
         lr = self.default_lr if lr is None else lr
@@ -82,5 +93,7 @@ class Recipe:
             optimizer = grammar.build(BASES[name], name, options).optimizer(list(parameters), lr)
             return optimizer, registry.parse(self.method)
         fixed = {"lr": lr} | ({"exchange": registry.parse(self.method)} if self.method else {})
+        if self.clips and "clip" not in options:
+            fixed["clip"] = clip
         owner = grammar.build(OPTIMIZERS[name], name, options, list(parameters), **fixed)
         return owner, owner

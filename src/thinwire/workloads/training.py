@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.core.combine import Nesterov
 from thinwire.runtime.synchronizer import Synchronizer
 from thinwire.runtime.telemetry import Telemetry
 from thinwire.runtime.trace import write_trace
@@ -83,12 +82,11 @@ def train(settings: Settings, report: Callable[[Progress], None]) -> dict[str, A
     workload, recipe = settings.prepare()
     rank, world = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(workload.model)
-    optimizer, method = recipe.build(model.parameters(), settings.lr)
+    optimizer, method = recipe.build(model.parameters(), settings.lr, workload.clip)
     sync = tw.attach(model, method, optimizer=None if method is optimizer else optimizer, seed=settings.seed)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, settings.steps))
     first = _resume(settings, model, optimizer, schedule, sync) if settings.resume else 0
-    # where the workers' momentum is exchanged, it may be 1 / (1 - mu) times as long as a gradient
-    limit = workload.clip / (1 - (sync.method.mu if isinstance(sync.method, Nesterov) else 0.0))
+    limit = 0.0 if recipe.clips else workload.clip
     losses: list[float] = []
     seconds: list[float] = []
     sent_before = last_sent = 0
