@@ -1,6 +1,6 @@
 """Same loss? Every method against the uncompressed run of the same length, its rate from a small grid.
 
-    python -m benchmarks.convergence [--text FILE] [--images DIR] [--only lm,text,image] [--out DIR]
+    python -m benchmarks.convergence [--text FILE] [--images DIR] [--only image,lm-sgd] [--out DIR]
 
 Runs ``thinwire train`` with real workers over gloo. The learning rate is chosen on seed 0 and then kept for all seeds;
 a run that is found in ``--out`` is not repeated, so the command can be stopped and started again.
@@ -119,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="a text file for a second language model")
     parser.add_argument("--images", type=Path, help="a folder of MNIST or CIFAR-10 files, in place of drawn digits")
-    parser.add_argument("--only", default="lm,text,image", help="which tables")
+    parser.add_argument("--only", help="which of lm-adam, lm-sgd, text-adam, text-sgd, image")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--lm-steps", type=int, default=400)
     parser.add_argument("--sgd-steps", type=int, default=600)
@@ -127,19 +127,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    wanted = args.only.split(",")
-    adam = ["--workload", LM, "--workers", str(args.workers), "--steps", str(args.lm_steps)]
-    sgd = ["--workload", LM, "--workers", str(args.workers), "--steps", str(args.sgd_steps)]
-    for name, title, data in (("lm", "Python's standard library", None), ("text", "A text", args.text)):
-        if name in wanted and (data or name == "lm"):
-            more = ["--data", str(data)] if data else []
-            curve = rank_entries(args.lm_steps) if name == "lm" else []
-            table(args.out, f"{title}, Adam", adam + more, adam_entries(args.lm_steps) + curve)
-            table(args.out, f"{title}, SGD", sgd + more, sgd_entries())
-    if "image" in wanted:
-        options = ["--workload", IMAGE, "--workers", str(args.workers), "--steps", str(args.image_steps)]
-        options += ["--data", str(args.images)] if args.images else []
-        table(args.out, "Images", options, image_entries(args.image_steps))
+    common = ["--workers", str(args.workers), "--steps"]
+    adam = ["--workload", LM, *common, str(args.lm_steps)]
+    sgd = ["--workload", LM, *common, str(args.sgd_steps)]
+    images = [
+        "--workload",
+        IMAGE,
+        *common,
+        str(args.image_steps),
+        *(["--data", str(args.images)] if args.images else []),
+    ]
+    text = ["--data", str(args.text)]
+    library, other = "Python's standard library", "A text"
+    tables = {
+        "lm-adam": (f"{library}, Adam", adam, adam_entries(args.lm_steps) + rank_entries(args.lm_steps)),
+        "lm-sgd": (f"{library}, SGD", sgd, sgd_entries()),
+        "text-adam": (f"{other}, Adam", adam + text, adam_entries(args.lm_steps)),
+        "text-sgd": (f"{other}, SGD", sgd + text, sgd_entries()),
+        "image": ("Images", images, image_entries(args.image_steps)),
+    }
+    for name in args.only.split(",") if args.only else tables:
+        if args.text or not name.startswith("text"):
+            table(args.out, *tables[name])
 
 
 if __name__ == "__main__":
