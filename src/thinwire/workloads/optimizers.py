@@ -33,11 +33,13 @@ class SGD:
 class Adam:
     """torch's Adam; the method averages its gradients."""
 
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the mean and of the variance."""
     weight_decay: float = 0.0
     """Decoupled, as in AdamW."""
 
     def optimizer(self, parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr, weight_decay=self.weight_decay)
+        return torch.optim.AdamW(parameters, lr, self.betas, weight_decay=self.weight_decay)
 
 
 BASES: dict[str, type[SGD] | type[Adam]] = {"sgd": SGD, "adam": Adam}
