@@ -23,7 +23,7 @@ from thinwire.runtime.trace import write_trace
 from thinwire.workloads import Workload, checkpoint, load
 from thinwire.workloads.optimizers import Recipe
 
-DEFAULT_OPTIMIZER = {"lm": "adam", "image": "sgd"}
+DEFAULT_OPTIMIZER = {"lm": "adam", "image": "sgd", "mlp": "sgd"}
 TRACED_STEPS = 5
 TAIL = 20
 """Steps over which the final training loss is averaged."""
