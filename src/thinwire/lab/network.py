@@ -45,7 +45,9 @@ def switched(cluster: Cluster) -> bool:
 def build(cluster: Cluster) -> list[Step]:
     bridged = not switched(cluster)
     lossy = any(link.loss for link in cluster.links)
-    steps = [Step(BRIDGE, "ip", ("link add bridge type bridge mcast_snooping 0", "link set bridge up"))] if bridged else []
+    steps = (
+        [Step(BRIDGE, "ip", ("link add bridge type bridge mcast_snooping 0", "link set bridge up"))] if bridged else []
+    )
     for host in range(len(cluster.links)):
         lines = [
             "link set lo up",

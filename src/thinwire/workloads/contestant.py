@@ -148,6 +148,7 @@ class Contestant:
             "wire_bytes_per_step": statistics.fmean(s.wire for s in timed),
             "payload_bytes_per_step": statistics.fmean(s.sent for s in timed),
             "train_loss": statistics.fmean(s.loss for s in self.steps[-TAIL:]),
+            "warmup_over": getattr(self._trainee.optimizer, "frozen", True),
             "warmup_steps": warm,
             "warmup_step_ms": 1e3 * statistics.median(s.seconds for s in self.steps[:warm]) if warm else None,
             "mean_step_ms": 1e3 * statistics.fmean(s.seconds for s in self.steps),
