@@ -6,27 +6,26 @@ import importlib.metadata
 import json
 import os
 import shlex
-import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from thinwire import lab
 from thinwire.cli import launch
+from thinwire.cli.listener import Listener
 from thinwire.cli.output import check_writable
 from thinwire.errors import ExchangeError
 from thinwire.report import words
 from thinwire.report.page import page
-from thinwire.workloads.comparison import EVENT, Plan
+from thinwire.workloads.comparison import Plan
 
 
 @click.command()
@@ -80,13 +79,17 @@ def compare(
         raise ValueError(reason)
     setting = _setting(plan, cluster, shaped) | {"parameters": sum(p.numel() for p in workload.model.parameters())}
     command = [sys.executable, "-m", "thinwire.workloads.comparison", json.dumps(asdict(plan))]
-    with _Listener(plan).listening() as listener:
-        code = lab.run(cluster, command, listener.hear) if shaped else launch.run(command, cluster.world, listener.hear)
+    with Listener(plan).listening() as listener:
+        if shaped:
+            # hosts of a lab have no names to look up, which torch would complain about
+            code = lab.run(cluster, command, listener.hear, env={"TORCH_CPP_LOG_LEVEL": "ERROR"})
+        else:
+            code = launch.run(command, cluster.world, listener.hear)
     if code or len(listener.runs) < len(methods):
         raise ExchangeError(listener.error or f"a worker ended with exit code {code}")
     comparison = {"runs": listener.runs, "setting": setting}
     console = Console(highlight=False)
-    console.print(_target_table(**comparison) if plan.target_loss is not None else _table(**comparison))
+    console.print((_table if plan.target_loss is None else _target_table)(listener.runs, setting))
     for sentence in [*words.verdict(listener.runs, setting), *words.notes(listener.runs)]:
         console.print(sentence)
     if json_path:
@@ -114,60 +117,9 @@ def _setting(plan: Plan, cluster: lab.Cluster, shaped: bool) -> dict[str, Any]:
     }
 
 
-class _Listener:
-    """Hears the workers: keeps their results, shows how far they are and how long it will take."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.runs: list[dict[str, Any]] = []
-        self.error = ""
-        self._plan = plan
-        self._seconds: dict[str, list[float]] = {method: [] for method in plan.methods}
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[left]}"),
-        )
-        console = Console(stderr=True)
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._task = self._bar.add_task("starting", total=len(plan.methods) * plan.total, left="")
-
-    @contextmanager
-    def listening(self) -> Iterator[_Listener]:
-        with self._bar:
-            yield self
-
-    def hear(self, rank: int, line: str) -> None:
-        if not line.startswith(EVENT):
-            self._bar.console.print(line, markup=False, highlight=False)
-            return
-        event = json.loads(line.removeprefix(EVENT))
-        if "error" in event:
-            self.error = self.error or event["error"]
-        elif "result" in event:
-            self.runs.append(event["result"])
-            self._bar.update(self._task, description=f"validating {event['result']['method']}", left="")
-        elif "ready" in event:
-            self._bar.update(self._task, description=f"starting {event['ready']}")
-        else:
-            self._seconds[event["step"]].append(event["seconds"])
-            done = sum(map(len, self._seconds.values()))
-            self._bar.update(self._task, description=event["step"], completed=done, left=self._left())
-
-    def _left(self) -> str:
-        """A method that has not had a turn yet is expected to be as fast as the mean of those that have."""
-        means = [statistics.fmean(taken) for taken in self._seconds.values() if taken]
-        usual = statistics.fmean(means)
-        left = sum(
-            (self._plan.total - len(taken)) * (statistics.fmean(taken) if taken else usual)
-            for taken in self._seconds.values()
-        )
-        return f"{int(left) // 60}:{int(left) % 60:02} left"
-
-
 def _table(runs: Sequence[words.Run], setting: Mapping[str, Any]) -> Table:
     table = _titled(setting)
-    for column in ("step", "speed-up", "over floor", "sent/step", "train loss", "val. loss"):
+    for column in ("step", "vs ddp", "vs local", "wire/step", "loss", "val. loss"):
         table.add_column(column, justify="right", no_wrap=True)
     ddp, floor = words.first(runs, "ddp"), words.first(runs, "local")
     for run in runs:
@@ -185,7 +137,7 @@ def _table(runs: Sequence[words.Run], setting: Mapping[str, Any]) -> Table:
 
 def _target_table(runs: Sequence[words.Run], setting: Mapping[str, Any]) -> Table:
     table = _titled(setting)
-    for column in (f"to loss {setting['target_loss']:g}", "steps", "sent", "step", "train loss", "val. loss"):
+    for column in (f"to loss {setting['target_loss']:g}", "steps", "sent", "step", "loss", "val. loss"):
         table.add_column(column, justify="right", no_wrap=True)
     for run in runs:
         there = run["target_seconds"] is not None
@@ -202,6 +154,7 @@ def _target_table(runs: Sequence[words.Run], setting: Mapping[str, Any]) -> Tabl
 
 
 def _titled(setting: Mapping[str, Any]) -> Table:
-    table = Table(title=f"{setting['workload']}, {setting['parameters']:,} parameters, {words.place(setting)}")
+    title = f"{setting['workload']}, {setting['parameters']:,} parameters, {words.place(setting)}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("", overflow="fold")
     return table

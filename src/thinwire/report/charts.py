@@ -16,7 +16,7 @@ LANES = ("compute", "compress", "wire")
 HUES = 8
 SMOOTH = 10
 POINTS = 40
-LETTER = 6.7
+LETTER = 7.6
 """About the width of a letter of a label."""
 
 
@@ -30,8 +30,8 @@ def hue(runs: Sequence[Run], run: Run) -> str:
 
 def step_times(runs: Sequence[Run]) -> str:
     """A stacked bar for each method, with the spread of its steps and the floor."""
-    left, right, top, row = 190.0, 150.0, 8.0, 34.0
-    width, height = 1000.0, top + row * len(runs) + 34
+    left, right, top, row = 20 + 8.6 * max(len(r["method"]) for r in runs), 130.0, 8.0, 34.0
+    width, height = 1000.0, top + row * len(runs) + 24
     x = Scale.of([0.0, *(max(r["step_ms"], r["step_ms_p90"]) for r in runs)], left, width - right)
     ddp, floor = words.first(runs, "ddp"), words.first(runs, "local")
     bottom = top + row * len(runs)
@@ -51,7 +51,7 @@ def step_times(runs: Sequence[Run]) -> str:
         parts.append(text(left - 12, y + 21, run["method"], "name", "end"))
         value = words.duration(run["step_ms"])
         if ddp and run is not ddp and run is not floor:
-            value += f"  {words.times(ddp['step_ms'] / run['step_ms'])}"
+            value += f" · {words.times(ddp['step_ms'] / run['step_ms'])}"
         parts.append(text(max(high, x(at)) + 8, y + 21, value, "value"))
         drawn.append(tag("g", "".join(parts), data_method=run["method"]))
     if floor:
@@ -63,14 +63,14 @@ def step_times(runs: Sequence[Run]) -> str:
 def losses(runs: Sequence[Run], over: str) -> str:
     """Smoothed training loss over ``seconds`` or ``bytes``. Who trains alone is left out."""
     shown = [run for run in runs if words.kind(run) != "local"]
-    width, height, left, right, top, bottom = 560.0, 360.0, 48.0, 16.0, 12.0, 318.0
+    width, height, left, right, top, bottom = 560.0, 376.0, 40.0, 40.0, 8.0, 330.0
     word = words.readable if over == "bytes" else lambda s: words.duration(1e3 * s)
     curves = {run["method"]: list(_smoothed(run[over], run["losses"])) for run in shown}
     ends = [curve[-1][0] for curve in curves.values()]
     log = over == "bytes" or max(ends, default=1.0) > 4 * min(ends, default=1.0)
     points = [point for curve in curves.values() for point in curve]
     x = Scale.of([px for px, _ in points], left, width - right, log)
-    y = Scale.of([py for _, py in points], bottom, top)
+    y = Scale.of([py for _, py in points], bottom - 18, top)
     drawn = [_grid(x, top, bottom, word, 5), _levels(y, left, width - right)]
     placed: list[tuple[float, float, float]] = []
     for run in sorted(shown, key=lambda run: curves[run["method"]][-1][1]):
@@ -81,7 +81,7 @@ def losses(runs: Sequence[Run], over: str) -> str:
             tip = f"{name}: loss {py:.3f} after {word(px)}"
             marks.append(tag("circle", cx=x(px), cy=y(py), r=5, class_=f"point {hue(runs, run)}", data_tip=tip))
         size = LETTER * len(name)
-        at = min(x(curve[-1][0]) + 6, width - size)
+        at = min(x(curve[-1][0]) + 7, width - size)
         level = _free(placed, at, size, y(curve[-1][1]) + 4, top, bottom)
         marks.append(text(at, level, name, f"label {hue(runs, run)}"))
         drawn.append(tag("g", "".join(marks), data_method=name))
@@ -92,25 +92,23 @@ def losses(runs: Sequence[Run], over: str) -> str:
 
 def timelines(runs: Sequence[Run]) -> str:
     """One step of each method: what computes, what compresses and what is on the wire, each on its own scale."""
-    left, right, lane, row = 190.0, 20.0, 15.0, 86.0
-    width = 1000.0
+    left, right, lane, row, width = 66.0, 16.0, 16.0, 104.0, 1000.0
     drawn = []
     for number, run in enumerate(runs):
-        top = 6 + row * number
+        top = row * number + 22
         end = max((span["end"] for span in run["timeline"]), default=1.0)
         x = Scale(0.0, end, left, width - right)
         parts = [
-            text(left - 70, top + 12, run["method"], "name", "end"),
-            text(left - 70, top + 30, words.duration(end), "value", "end"),
-            _grid(x, top, top + 3 * lane + 3, lambda ms: words.duration(ms) if ms else "0", 8),
+            text(left, top - 8, f"{run['method']}, {words.duration(end)}", "name"),
+            _grid(x, top, top + 3 * lane, lambda ms: words.duration(ms) if ms else "0", 8),
         ]
         for place, name in enumerate(LANES):
-            parts.append(text(left - 6, top + lane * place + 12, name, "axis", "end"))
+            parts.append(text(left - 8, top + lane * place + 12, name, "axis", "end"))
             parts.append(bar(left, top + lane * place + 1, width - right - left, lane - 2, "lane"))
         for span in sorted(run["timeline"], key=lambda span: span["name"] == "wait"):
             parts.append(_span(run["method"], span, x, top, lane))
         drawn.append(tag("g", "".join(parts), data_timeline=run["method"]))
-    return drawing(width, 6 + row * len(runs), "One step of each method", *drawn)
+    return drawing(width, row * len(runs) - 8, "One step of each method", *drawn)
 
 
 def _span(method: str, span: Mapping[str, Any], x: Scale, top: float, lane: float) -> str:
@@ -123,7 +121,7 @@ def _span(method: str, span: Mapping[str, Any], x: Scale, top: float, lane: floa
     y = top + lane * place + 1
     drawn = bar(start, y, max(size, 0.8), lane - 2, style, data_tip=tip, data_span=span["name"])
     if place == 0 and size > LETTER * len(span["name"]) and span["name"] != "backward":
-        drawn += text(start + 5, y + 10, span["name"], "inside")
+        drawn += text(start + 5, y + 10.5, span["name"], "inside")
     return drawn
 
 

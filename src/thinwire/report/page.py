@@ -56,8 +56,8 @@ def picture(svg: str) -> str:
 
 def table(runs: Sequence[Run], setting: Mapping[str, Any]) -> str:
     ddp, floor = words.first(runs, "ddp"), words.first(runs, "local")
-    head = ["method", "step", "p10 to p90", "speed-up", "over floor", "compute", "compress", "exposed"]
-    head += ["wire/step", "payload/step", "train loss", "val. loss"]
+    head = ["method", "step", "p10-p90, ms", "vs ddp", "vs local", "compute", "compress", "exposed"]
+    head += ["wire", "payload", "loss", "val. loss"]
     if setting["target_loss"] is not None:
         head += [f"to {setting['target_loss']:g}", "bytes to it"]
     rows = [_row("th", head)]
@@ -65,7 +65,7 @@ def table(runs: Sequence[Run], setting: Mapping[str, Any]) -> str:
         cells = [
             run["method"],
             words.duration(run["step_ms"]),
-            f"{words.duration(run['step_ms_p10'])} to {words.duration(run['step_ms_p90'])}",
+            f"{run['step_ms_p10']:.0f} to {run['step_ms_p90']:.0f}",
             words.times(ddp["step_ms"] / run["step_ms"]) if ddp else "-",
             words.times(run["step_ms"] / floor["step_ms"]) if floor else "-",
             *(words.duration(run[f"{part}_ms"]) for part in charts.PARTS),

@@ -31,7 +31,7 @@ def readable(size: float) -> str:
 def duration(ms: float) -> str:
     if ms < 9.95:
         return f"{ms:.2g} ms"
-    return f"{ms:.0f} ms" if ms < 9_950 else f"{ms / 1000:.1f} s"
+    return f"{ms:.0f} ms" if ms < 999.5 else f"{ms / 1000:.3g} s"
 
 
 def times(ratio: float) -> str:
@@ -46,7 +46,7 @@ def over(run: Run, other: Run | None) -> float | None:
 def place(setting: Mapping[str, Any]) -> str:
     """``4 hosts at 100 Mb/s, 5 ms``, or the loopback of one machine."""
     if not setting["shaped"]:
-        return f"{setting['workers']} workers on unshaped loopback"
+        return f"unshaped loopback with {setting['workers']} workers"
     hosts = f"{setting['hosts']} hosts" + (f" of {setting['per_host']} workers" if setting["per_host"] > 1 else "")
     words = [hosts + (f" at {rate}" if (rate := _range(setting["rates"], _rate)) else " without a limit of rate")]
     if any(setting["delays"]):
