@@ -16,7 +16,7 @@ LANES = ("compute", "compress", "wire")
 HUES = 8
 SMOOTH = 10
 POINTS = 40
-LETTER = 7.6
+LETTER = 8.2
 """About the width of a letter of a label."""
 
 
@@ -146,7 +146,7 @@ def _free(
     placed: list[tuple[float, float, float]], x: float, size: float, y: float, top: float, bottom: float
 ) -> float:
     """The height nearest to ``y`` at which a label does not lie on another."""
-    for away in range(0, 200, 2):
+    for away in range(0, 300, 2):
         for level in (y + away, y - away):
             clear = all(abs(level - py) >= 13 or x >= px + psize or px >= x + size for px, py, psize in placed)
             if clear and top + 8 <= level <= bottom:

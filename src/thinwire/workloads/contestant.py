@@ -46,6 +46,8 @@ class Entry:
         head, plus, tail = text.rpartition("+")
         name, options = grammar.split(tail)
         if name in BASELINES:
+            if plus:  # an optimizer that owns its exchange has no use for a baseline's
+                grammar.choose("optimizer of a baseline", grammar.split(head)[0], BASES)
             recipe = Recipe.parse(f"{head or default_optimizer}+dense", default_optimizer)
             return cls(text, recipe, grammar.build(BASELINES[name], name, options))
         if not plus:
