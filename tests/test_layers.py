@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "registry": {"core", "methods", "spec", "registry"},
     "optim": {"core", "methods", "registry", "optim"},
     "runtime": {"core", "kernels", "registry", "errors", "runtime"},
+    "lab": {"lab"},
     "simulation": {"core", "registry"},
     "workloads": {"core", "registry", "optim", "runtime", "spec", "workloads", "thinwire"},
     "cli": {"core", "registry", "optim", "spec", "errors", "workloads", "lab", "report", "cli"},

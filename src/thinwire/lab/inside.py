@@ -16,11 +16,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 NEWNS, NEWUSER, NEWPID, NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 0x1000, 0x4000, 0x40000
+MNT_DETACH = 2
 PR_SET_PDEATHSIG = 1
 GRACE = 3.0
 """Seconds from SIGTERM to SIGKILL."""
@@ -47,7 +49,7 @@ def tie() -> None:
         os._exit(1)
 
 
-def enter() -> None:
+def enter(names: str) -> None:
     """Return in the first process of new namespaces, with every right within them."""
     uid, gid = os.geteuid(), os.getegid()
     apart = NEWNS | NEWNET | NEWPID
@@ -66,20 +68,38 @@ def enter() -> None:
         os._exit(_code(os.waitpid(first, 0)[1]))
     tie()
     call("mounts", libc.mount, None, b"/", None, MS_REC | MS_PRIVATE, None)
+    if (book := Path("/etc/hosts")).is_file():
+        name_hosts(book, names)
     call("/proc", libc.mount, b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None)
+
+
+def name_hosts(book: Path, names: str) -> None:
+    """Lay a longer /etc/hosts over the machine's, for the lab alone. It lives in memory, under no path."""
+    page = Path("/proc/hosts")
+    text = book.read_text()
+    call("tmpfs", libc.mount, b"tmpfs", b"/proc", b"tmpfs", 0, None)
+    page.write_text(f"{text}\n{names}")
+    call("/etc/hosts", libc.mount, bytes(page), bytes(book), None, MS_BIND, None)
+    call("tmpfs", libc.umount2, b"/proc", MNT_DETACH)
 
 
 def namespaces(count: int) -> list[int]:
     """That many network namespaces, each held by a file descriptor alone."""
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
+    without_ipv6()
     made = []
     for _ in range(count):
         call("network namespace", libc.unshare, NEWNET)
         made.append(os.open("/proc/self/ns/net", os.O_RDONLY))
-        with contextlib.suppress(FileNotFoundError):  # neighbour discovery would only add to the byte counts
-            Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
+        without_ipv6()
     go_to(home)
     return made
+
+
+def without_ipv6() -> None:
+    """Its neighbour discovery would only add to the byte counts."""
+    with contextlib.suppress(FileNotFoundError):
+        Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
 
 
 def go_to(namespace: int) -> None:
@@ -142,7 +162,7 @@ def start(rank: dict[str, Any], command: list[str], namespace: int) -> int:
         os._exit(127)
 
 
-def supervise(ranks: set[int], events: list[Any], act: Any) -> int:
+def supervise(ranks: set[int], events: list[Any], network: Network) -> int:
     """Wait for all ranks, acting on events; the first failure ends the others and is the result."""
     begun = time.monotonic()
     code, deadline = 0, float("inf")
@@ -150,26 +170,27 @@ def supervise(ranks: set[int], events: list[Any], act: Any) -> int:
         due = begun + events[0][0] if events else float("inf")
         wait = min(due, deadline, time.monotonic() + 3600) - time.monotonic()
         heard = signal.sigtimedwait(SIGNALS, max(0.0, wait))
-        failed = [signal.SIGTERM + 128] if heard and heard.si_signo == signal.SIGTERM else []
-        failed += filter(None, reap(ranks))
+        failed = [128 + signal.SIGTERM] if heard and heard.si_signo == signal.SIGTERM else []
+        for pid, ended in reap():
+            if pid in ranks:
+                ranks.remove(pid)
+                failed += [ended] if ended else []
+            elif network.switch and pid == network.switch.pid:
+                failed.append(ended or 1)
         if failed and not code:
             code, deadline = failed[0], time.monotonic() + GRACE
             for rank in ranks:
                 os.killpg(rank, signal.SIGTERM)
         if time.monotonic() >= due:
-            act(events.pop(0)[1])
+            network.carry_out(events.pop(0)[1])
     return code
 
 
-def reap(ranks: set[int]) -> list[int]:
-    """The codes of the ranks that have ended. Orphans come here too, as to any first process."""
-    codes = []
+def reap() -> Iterator[tuple[int, int]]:
+    """Who has ended, and how. Orphans come here too, as to any first process."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] in ranks:
-                ranks.remove(ended[0])
-                codes.append(_code(ended[1]))
-    return codes
+            yield ended[0], _code(ended[1])
 
 
 def _code(status: int) -> int:
@@ -181,12 +202,12 @@ def main() -> int:
     plan = json.loads(sys.stdin.readline())
     for rank in plan["ranks"]:
         os.set_inheritable(rank["pipe"], False)
-    enter()
+    enter(plan["names"])
     network = Network(plan)
     network.carry_out(plan["build"])
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     ranks = {start(rank, plan["command"], network.hosts[rank["host"]]) for rank in plan["ranks"]}
-    return supervise(ranks, plan["events"], network.carry_out)
+    return supervise(ranks, plan["events"], network)
 
 
 if __name__ == "__main__":

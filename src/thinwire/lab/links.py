@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -54,11 +54,14 @@ class Event:
         if not match:
             raise ValueError(f"{text!r} is no event: write 10s:host2:down, 20s:host2:up or 30s:all:rate=10mbit")
         at, host, state, name, value = match.groups()
-        units = RATES if name == "rate" else TIMES
-        new = None if state else _quantity(name, value, units)
-        event = cls(_quantity("time", at, TIMES), None if host is None else int(host), state or name, new)
-        Link(rate=new if name == "rate" else None, delay=new or 0.0 if name == "delay" else 0.0)
-        return event
+        new = None if state else _quantity(name, value, RATES if name == "rate" else TIMES)
+        return cls(_quantity("time", at, TIMES), None if host is None else int(host), state or name, new)
+
+    def changed(self, link: Link) -> Link:
+        """The link's figures after this."""
+        if self.change == "rate":
+            return replace(link, rate=self.value)
+        return link if self.value is None else replace(link, delay=self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +74,13 @@ class Cluster:
 
     def __post_init__(self) -> None:
         hosts = len(self.links)
-        if not 1 <= hosts <= MAX_HOSTS:
-            raise ValueError(f"there can be 1 to {MAX_HOSTS} hosts, the addresses of 10.77.0.0/24, not {hosts}")
+        _check_hosts(hosts)
         if self.per_host < 1:
             raise ValueError(f"per-host must be at least 1, not {self.per_host}")
         for event in self.events:
             if event.host is not None and event.host >= hosts:
                 raise ValueError(f"an event is for host{event.host}, but the last host is host{hosts - 1}")
+            event.changed(self.links[0])
 
     @property
     def world(self) -> int:
@@ -87,8 +90,8 @@ class Cluster:
 PRESETS: Mapping[str, Link] = {
     "home": Link(rate=50e6, delay=10e-3, loss=1e-4),
     "wan": Link(rate=200e6, delay=25e-3),
-    "ethernet": Link(rate=1e9, delay=100e-6),
-    "cloud": Link(rate=5e9, delay=100e-6),
+    "ethernet": Link(rate=1e9),
+    "cloud": Link(rate=5e9),
 }
 """Broadband between homes; data centres of one continent; a gigabit switch; small instances in one zone."""
 
@@ -106,21 +109,23 @@ def cluster(
 
     ``preset`` gives what the others leave out. Raises ``ValueError`` for whatever is wrong.
     """
-    if not 1 <= hosts <= MAX_HOSTS:
-        Cluster(links=(Link(None),) * max(0, min(hosts, MAX_HOSTS + 1)))
+    _check_hosts(hosts)
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; there are {', '.join(PRESETS)}")
     usual = PRESETS[preset] if preset else Link(None)
-    rates = _each(hosts, "rate", rate, RATES) or [usual.rate] * hosts
-    delays = _each(hosts, "delay", delay, TIMES) or [usual.delay] * hosts
-    losses = _each(hosts, "loss", loss, SHARES) or [usual.loss] * hosts
+    rates: Sequence[float | None] = [usual.rate] * hosts if rate is None else _each(hosts, "rate", rate, RATES)
+    delays = [usual.delay] * hosts if delay is None else _each(hosts, "delay", delay, TIMES)
+    losses = [usual.loss] * hosts if loss is None else _each(hosts, "loss", loss, SHARES)
     links = tuple(Link(*each) for each in zip(rates, delays, losses, strict=True))
     return Cluster(links, per_host, tuple(sorted(map(Event.parse, events), key=lambda event: event.at)))
 
 
-def _each(hosts: int, what: str, text: str | None, units: Mapping[str, float]) -> list[float]:
-    if text is None:
-        return []
+def _check_hosts(hosts: int) -> None:
+    if not 1 <= hosts <= MAX_HOSTS:
+        raise ValueError(f"there can be 1 to {MAX_HOSTS} hosts, the addresses of 10.77.0.0/24, not {hosts}")
+
+
+def _each(hosts: int, what: str, text: str, units: Mapping[str, float]) -> Sequence[float]:
     values = [_quantity(what, word, units) for word in text.split(",")]
     if len(values) not in (1, hosts):
         raise ValueError(f"{what} {text!r} has {len(values)} values for {hosts} hosts")

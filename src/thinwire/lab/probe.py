@@ -1,7 +1,7 @@
 """What passes between two hosts of a lab: run on each of them with SENDER RECEIVER ADDRESS SECONDS.
 
 A script that needs the standard library alone. The sender prints ``rtt`` and seconds, the receiver ``rate`` and bits of
-payload a second, once the first second has let TCP find its pace and the buckets empty.
+payload a second, after a first second in which TCP finds its pace and the buckets empty.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import time
 PORT = 29501
 ECHOES = 20
 WARM_UP = 1.0
+SLICE = 0.25
+"""Seconds of a reading. The median of several stands: now and then a busy machine lets everyone wait."""
 
 
 def send(address: str, seconds: float) -> None:
@@ -54,15 +56,18 @@ def receive(seconds: float) -> None:
             peer.send(peer.recv(1))
         into = bytearray(1 << 20)
         peer.recv_into(into)
-        warm = time.monotonic() + WARM_UP
-        while time.monotonic() < warm:
-            peer.recv_into(into)
-        begun, total = time.monotonic(), 0
-        while (now := time.monotonic()) < begun + seconds:
-            total += peer.recv_into(into)
-        print("rate", 8 * total / (now - begun))
+        pour(peer, into, WARM_UP)
+        print("rate", statistics.median(pour(peer, into, SLICE) for _ in range(round(seconds / SLICE))))
         while peer.recv_into(into):
             pass
+
+
+def pour(peer: socket.socket, into: bytearray, seconds: float) -> float:
+    """Receive for some time; bits a second."""
+    begun, total = time.monotonic(), 0
+    while (now := time.monotonic()) < begun + seconds:
+        total += peer.recv_into(into)
+    return 8 * total / (now - begun)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,7 @@ def _run(cluster: Cluster, command: Sequence[str], on_line: Listener, env: Mappi
             "switch": [sys.executable, "-I", "-S", str(SWITCH), *map(network.port, range(len(cluster.links)))],
             "command": list(command),
             "hosts": len(cluster.links),
+            "names": network.names(cluster),
             "build": [asdict(step) for step in network.build(cluster)],
             "events": [(at, [asdict(step) for step in steps]) for at, steps in network.schedule(cluster)],
             "ranks": [

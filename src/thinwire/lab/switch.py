@@ -1,13 +1,12 @@
 """A switch that delays and loses what it hands to a host; it stands in for the bridge where links do.
 
-Not every kernel has netem, so it is done here. Run as a script with the standard library alone: the arguments are the
-ports, and a line ``host delay loss limit`` on stdin, in seconds, a share and bytes, sets what holds for a host. Frames keep
+Not every kernel has netem, so it is done here. Run as a script with the standard library alone. The arguments are the
+ports; a line ``host delay loss limit`` on stdin, in seconds, a share and bytes, sets what holds for a host. Frames keep
 their offloads (PACKET_VNET_HDR), so that one read carries up to 64 KiB.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import select
@@ -75,19 +74,23 @@ def forward(source: Port, frame: bytes, ports: list[Port], now: float) -> None:
         ports[frame[HEADER + 5] - 1].put(now, frame)
 
 
+def configure(ports: list[Port]) -> None:
+    for line in os.read(0, 1 << 16).decode().splitlines():
+        host, delay, loss, limit = line.split()
+        port = ports[int(host)]
+        port.delay, port.loss, port.limit = float(delay), float(loss), int(limit)
+
+
 def main() -> None:
     ports = [Port(name) for name in sys.argv[1:]]
     while True:
         now = time.monotonic()
         waits = [port.queue[0][0] - now for port in ports if port.queue and not port.full]
         full = [port for port in ports if port.full]
-        ready, _, _ = select.select([0, *ports], full, [], max(0.0, min(waits, default=3600.0)))
-        for source in ready:
-            if source == 0:
-                for line in os.read(0, 1 << 16).decode().splitlines():
-                    host, delay, loss, limit = line.split()
-                    port = ports[int(host)]
-                    port.delay, port.loss, port.limit = float(delay), float(loss), int(limit)
+        sources: list[Port | int] = [0, *ports]
+        for source in select.select(sources, full, [], max(0.0, min(waits, default=3600.0)))[0]:
+            if isinstance(source, int):
+                configure(ports)
                 continue
             while frame := source.read():
                 forward(source, frame, ports, time.monotonic())
@@ -97,5 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        main()
+    main()
