@@ -170,7 +170,9 @@ def test_a_warm_up_is_told_apart(runs, compared):
 def test_baselines_show_their_communication(runs):
     for method in ("ddp", "torch-powersgd:rank=2", "acp:rank=2"):
         assert any(span["lane"] == "wire" and span["end"] > span["start"] for span in runs[method]["timeline"]), method
-    assert runs["torch-powersgd:rank=2"]["compress_ms"] > 0
+    theirs = runs["torch-powersgd:rank=2"]
+    assert theirs["compress_ms"] > 0
+    assert any(span["lane"] == "compress" for span in theirs["timeline"])
 
 
 def test_towards_a_target_each_stops_when_it_is_there(tmp_path, text):

@@ -155,6 +155,6 @@ def _target_table(runs: Sequence[words.Run], setting: Mapping[str, Any]) -> Tabl
 
 def _titled(setting: Mapping[str, Any]) -> Table:
     title = f"{setting['workload']}, {setting['parameters']:,} parameters, {words.place(setting)}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("", overflow="fold")
     return table

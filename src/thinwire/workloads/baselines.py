@@ -83,9 +83,11 @@ class TorchPowerSGD:
                 counters.seconds_waiting += now - start
                 counters.seconds_exposed += counters.seconds_communicating - before
                 telemetry.span("compute", "wait", start, now)
+                telemetry.span("compress", "factors", metered.since, now)
                 return future.value()
 
             vars(power)["dist"] = metered  # several may take turns
+            metered.since = start
             return power.powerSGD_hook(state, bucket).then(done)
 
         ddp.register_comm_hook(state, hook)
@@ -97,16 +99,19 @@ class _Metered:
 
     def __init__(self, telemetry: Telemetry) -> None:
         self.telemetry = telemetry
+        self.since = 0.0
+        """When the last all-reduce ended, or the hook began."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
 
     def all_reduce(self, tensor: Tensor, **options: Any) -> Any:
         telemetry, start, collective = self.telemetry, time.perf_counter(), Collective("all_reduce", tensor)
+        telemetry.span("compress", "factors", self.since, start)
         work = dist.all_reduce(tensor, **options)
 
         def note(_: Any) -> None:
-            now = time.perf_counter()
+            self.since = now = time.perf_counter()
             telemetry.counters.seconds_communicating += now - start
             telemetry.communicated(collective, dist.get_world_size(), "factors", start, now)
 

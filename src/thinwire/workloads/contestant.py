@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from thinwire.workloads import Workload
 from thinwire.workloads.baselines import BASELINES, Baseline
 from thinwire.workloads.optimizers import BASES, Recipe
 from thinwire.workloads.trainee import TAIL, Trainee, breakdown
+from thinwire.workloads.wire import counter, quiet_counter
 
 SETTLING = 3
 """First steps that are trained but not timed: DDP cuts its buckets anew, kernels are compiled."""
@@ -93,12 +92,12 @@ class Contestant:
     def train(self, steps: int, report: Callable[[float, float], None]) -> list[Step]:
         """Take some steps while nobody else communicates; ``report`` gets the loss and the time of each."""
         rank, world, counters = dist.get_rank(), dist.get_world_size(), self._trainee.telemetry.counters
-        rows, wire = [], _quiet_counter()
+        rows, wire = [], quiet_counter()
         for left in reversed(range(steps)):
             before, start = copy.copy(counters), time.perf_counter()
             loss = self._trainee.step(self._at, rank, world)
             seconds = time.perf_counter() - start
-            now = wire_counter() if left else _quiet_counter()
+            now = counter() if left else quiet_counter()
             rows.append((loss, seconds, (now - wire) / self._sharing, before, copy.copy(counters)))
             wire = now
             self._at += 1
@@ -171,24 +170,6 @@ class Contestant:
             if step.sent < step.dense:
                 return number
         return 0
-
-
-def wire_counter() -> int:
-    """Bytes that this host's interface has sent."""
-    interface = os.environ["GLOO_SOCKET_IFNAME"]
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, colon, counts = line.partition(":")
-        if colon and name.strip() == interface:
-            return int(counts.split()[8])
-    raise ValueError(f"there is no network interface {interface!r}")
-
-
-def _quiet_counter() -> int:
-    """The counter at a moment when no worker trains."""
-    dist.barrier()
-    sent = wire_counter()
-    dist.barrier()
-    return sent
 
 
 def _timeline(telemetry: Telemetry) -> list[dict[str, Any]]:
