@@ -18,7 +18,8 @@ from thinwire.workloads.text import stdlib_source
 
 LM = "lm:layers=1,width=32,head=16,context=16,batch=8"
 IMAGE = "image:width=4,batch=16"
-SMALL = [LM, IMAGE]
+MLP = "mlp:layers=2,width=24,batch=16"
+SMALL = [LM, IMAGE, MLP]
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +85,11 @@ def test_default_image_size() -> None:
     assert 2.0e5 < parameters(load("image", None, 0).model).numel() < 3.2e5
 
 
+def test_mlp_has_the_layers_and_widths_asked_for(small: dict[str, Workload]) -> None:
+    shapes = [tuple(p.shape) for p in small[MLP].model.parameters() if p.dim() == 2]
+    assert shapes == [(24, 28 * 28), (24, 24), (10, 24)]
+
+
 def test_lm_is_causal(small: dict[str, Workload]) -> None:
     model = small[LM].model
     tokens = torch.arange(16)[None]
@@ -94,7 +100,7 @@ def test_lm_is_causal(small: dict[str, Workload]) -> None:
     assert not torch.equal(before[:, 9], after[:, 9])
 
 
-@pytest.mark.parametrize(("spec", "steps"), [(LM, 150), ("image:width=8,batch=32", 120)])
+@pytest.mark.parametrize(("spec", "steps"), [(LM, 150), ("image:width=8,batch=32", 120), ("mlp:width=64", 120)])
 def test_learns(spec: str, steps: int) -> None:
     workload = load(spec, None, 0)
     before = workload.evaluate(workload.model)["val_loss"]
@@ -148,7 +154,7 @@ def test_own_data_is_the_same_each_time() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("ml", "Did you mean 'lm'"),
+        ("lmm", "Did you mean 'lm'"),
         ("lm:layer=2", "Did you mean 'layers'"),
         ("lm:layers=0", "layers=0 is out of range: 1 to"),
         ("lm:layers=x", "layers='x'"),
@@ -159,6 +165,9 @@ def test_own_data_is_the_same_each_time() -> None:
         ("image:width=0", "width=0 is out of range: 1 to"),
         ("image:blocks=0", "blocks=0 is out of range: 1 to"),
         ("image:batch=1", "batch=1 is out of range: 2 to"),
+        ("mlp:layers=0", "layers=0 is out of range: 1 to"),
+        ("mlp:width=0", "width=0 is out of range: 1 to"),
+        ("mlp:batch=0", "batch=0 is out of range: 1 to"),
     ],
 )
 def test_bad_options(spec: str, message: str) -> None:

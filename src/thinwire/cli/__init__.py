@@ -6,6 +6,8 @@ import sys
 
 import click
 
+from thinwire.cli.compare import compare
+from thinwire.cli.lab import lab
 from thinwire.cli.methods import methods
 from thinwire.cli.train import train
 from thinwire.errors import ExchangeError
@@ -19,9 +21,13 @@ def app() -> None:
     Examples:
       thinwire methods
       thinwire train acp:rank=4 --workload image --workers 2 --steps 200
+      thinwire lab --hosts 4 --rate 100mbit -- thinwire train acp:rank=4
+      thinwire compare ddp local acp:rank=4 --hosts 4 --rate 100mbit --report report.html
     """
 
 
+app.add_command(compare)
+app.add_command(lab)
 app.add_command(methods)
 app.add_command(train)
 

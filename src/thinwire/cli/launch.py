@@ -6,8 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import click
 
@@ -22,6 +24,36 @@ def launch(arguments: Sequence[str], workers: int) -> int:
 
     Rank 0 has the terminal. What the others say is shown only if they fail and rank 0 has said nothing.
     """
+    command = [sys.executable, "-m", "thinwire", *arguments]
+    with _together() as processes:
+        for rank, env in enumerate(_environments(workers)):
+            quiet = {} if rank == 0 else {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+            processes.append(subprocess.Popen(command, env=env, **quiet))  # type: ignore[call-overload]
+        return _wait(processes)
+
+
+def run(command: Sequence[str], workers: int, on_line: Callable[[int, str], None]) -> int:
+    """Run ``command`` in ``workers`` processes over loopback; ``on_line(rank, line)`` hears what they say."""
+    with _together() as processes:
+        listeners = []
+        for rank, env in enumerate(_environments(workers)):
+            env["GLOO_SOCKET_IFNAME"] = "lo"
+            process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            processes.append(process)
+            listeners.append(threading.Thread(target=_listen, args=(process.stdout, rank, on_line), daemon=True))
+            listeners[-1].start()
+        code = _wait(processes)
+        for listener in listeners:
+            listener.join(timeout=5)
+        return code
+
+
+def _listen(stream: Iterable[bytes], rank: int, on_line: Callable[[int, str], None]) -> None:
+    for line in stream:
+        on_line(rank, line.decode(errors="replace").rstrip())
+
+
+def _environments(workers: int) -> list[dict[str, str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -31,20 +63,22 @@ def launch(arguments: Sequence[str], workers: int) -> int:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers)),
     }
-    processes = []
-    for rank in range(workers):
-        env = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        quiet = {} if rank == 0 else {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        processes.append(subprocess.Popen([sys.executable, "-m", "thinwire", *arguments], env=env, **quiet))  # type: ignore[call-overload]
+    return [os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(workers)]
+
+
+@contextmanager
+def _together() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A list of processes that all end with this context."""
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        return _wait(processes)
+        yield processes
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
-            if process.stderr:
-                process.stderr.close()
+            for stream in filter(None, (process.stdout, process.stderr)):
+                stream.close()
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:

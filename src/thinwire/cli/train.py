@@ -19,6 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from thinwire.cli import launch
+from thinwire.cli.output import check_writable
+from thinwire.report.words import readable
 from thinwire.workloads import training
 from thinwire.workloads.training import Settings
 
@@ -51,8 +53,7 @@ def train(workers: int, json_path: Path | None, **options: Any) -> int:
     """
     settings = Settings(**options)
     for path in (json_path, settings.trace):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
+        check_writable(path)
     if launch.launched():
         return _work(settings, json_path)
     if workers < 1:
@@ -125,14 +126,6 @@ def _summary(f: dict[str, Any]) -> Table:
         table.add_row(f"  {name}", f"{ms:.1f} ms")
     table.add_row("  compression under backward", f"{f['hidden_compress_ms']:.1f} ms")
     return table
-
-
-def readable(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"
 
 
 def ratio(dense: float, sent: float) -> str:

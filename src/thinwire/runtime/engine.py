@@ -166,7 +166,9 @@ class Engine:
     def _account(self) -> None:
         counters = self.telemetry.counters
         counters.steps += 1
-        waited = time.perf_counter() - self._last_submitted
+        now = time.perf_counter()
+        waited = now - self._last_submitted
+        self.telemetry.span("compute", "wait", self._last_submitted, now)
         computing = counters.seconds_compressing - self._compressed_before
         counters.seconds_waiting += waited
         counters.seconds_exposed += max(0.0, waited - computing)

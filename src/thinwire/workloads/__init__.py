@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from thinwire import spec as grammar
 from thinwire.workloads.image import ImageOptions
 from thinwire.workloads.lm import LmOptions
+from thinwire.workloads.mlp import MlpOptions
 
 __all__ = ["WORKLOADS", "Workload", "load"]
 
@@ -33,7 +34,9 @@ class Workload(Protocol):
         ...
 
 
-WORKLOADS: dict[str, type[LmOptions] | type[ImageOptions]] = {"lm": LmOptions, "image": ImageOptions}
+Options = LmOptions | ImageOptions | MlpOptions
+
+WORKLOADS: dict[str, type[Options]] = {"lm": LmOptions, "image": ImageOptions, "mlp": MlpOptions}
 """The options of every workload by its name."""
 
 
@@ -46,5 +49,5 @@ def load(spec: str, data: Path | None, seed: int) -> Workload:
         raise ValueError(f"seed={seed} is out of range: it must be at least 0")
     name, options = grammar.split(spec)
     kind = WORKLOADS[grammar.choose("workload", name, WORKLOADS)]
-    recipe: LmOptions | ImageOptions = grammar.build(kind, name, options)
+    recipe: Options = grammar.build(kind, name, options)
     return recipe.load(data, seed)

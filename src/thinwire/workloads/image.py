@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +41,7 @@ class ImageOptions:
         check_range("image", "batch", self.batch, 2, 4096)
 
     def load(self, data: Path | None, seed: int) -> ImageWorkload:
-        return ImageWorkload(self, data, seed)
+        return ImageWorkload("image", lambda shape: residual_network(shape[0], self), self.batch, data, seed)
 
 
 class Block(nn.Module):
@@ -75,13 +76,16 @@ def residual_network(channels: int, options: ImageOptions) -> nn.Sequential:
 
 
 class ImageWorkload:
-    """A residual network on labelled images; the test set is for validation."""
+    """A network on labelled images; the test set is for validation."""
 
-    name = "image"
     clip = 0.0
 
-    def __init__(self, options: ImageOptions, data: Path | None, seed: int) -> None:
-        self.options = options
+    def __init__(
+        self, name: str, network: Callable[[torch.Size], nn.Module], batch: int, data: Path | None, seed: int
+    ) -> None:
+        """``network`` makes the model for images of a shape (channels, height, width)."""
+        self.name = name
+        self.batch = batch
         self.seed = seed
         if data is None:
             # Fixed seeds: the data is the same whichever seed the run has.
@@ -95,7 +99,7 @@ class ImageWorkload:
         sample = self.images[evenly(len(self.images), 10_000)].float()
         self.std, self.mean = torch.std_mean(sample, dim=(0, 2, 3), keepdim=True)
         with seeded(seed):
-            self.model: nn.Module = residual_network(self.images.shape[1], options)
+            self.model = network(self.images.shape[1:])
 
     def loss(self, model: nn.Module, step: int, rank: int, world: int) -> Tensor:
         images, labels = self.drawn(step, rank)
@@ -106,7 +110,7 @@ class ImageWorkload:
     def drawn(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
         """The rank's batch: uint8 images and their labels."""
         generator = batch_generator(self.seed, step, rank)
-        chosen = torch.randint(len(self.labels), (self.options.batch,), generator=generator)
+        chosen = torch.randint(len(self.labels), (self.batch,), generator=generator)
         return self.images[chosen], self.labels[chosen]
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:

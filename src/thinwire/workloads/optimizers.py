@@ -43,6 +43,8 @@ class Adam:
 
 
 BASES: dict[str, type[SGD] | type[Adam]] = {"sgd": SGD, "adam": Adam}
+DEFAULT_OPTIMIZER = {"lm": "adam", "image": "sgd", "mlp": "sgd"}
+"""By workload."""
 DEFAULT_LR = {"sgd": 0.1, "adam": 1e-3, "apm": 1e-3, "dist-ef-sgdm": 0.1}
 
 

@@ -1,0 +1,1 @@
+"""What a comparison shows: sentences, and a page that needs nothing but a browser."""
