@@ -30,35 +30,33 @@ class Entry:
     like: str = ""
 
 
+def apm(steps: int) -> str:
+    """A fifth of the run as warm-up, and a v that remembers no more than that when it is frozen."""
+    return f"apm:warmup_steps={steps // 5},betas=0.9/0.98"
+
+
 def adam_entries(steps: int) -> list[Entry]:
-    apm = f"apm:warmup_steps={steps // 5}"
-    return [
-        Entry("adam", ADAM),
-        Entry(apm, [], "adam", like="adam"),
-        Entry(f"{apm}+acp:rank=32", [2e-3], "adam"),
-    ]
-
-
-def sgd_entries() -> list[Entry]:
-    return [Entry("sgd", SGD), Entry("dist-ef-sgdm", SGD, "sgd")]
+    return [Entry("adam", ADAM), Entry(apm(steps), [], "adam", like="adam")]
 
 
 def rank_entries(steps: int) -> list[Entry]:
-    """The curve of rank, loss and bytes, one seed each."""
-    apm = f"apm:warmup_steps={steps // 5}"
-    names = [f"{apm}+acp:rank={r}" for r in (4, 8, 16)] + [f"adam+acp:rank={r}" for r in (4, 32)]
-    names += ["adam+powersgd:rank=4"]
-    return [Entry(name, [2e-3], "adam", seeds=1) for name in names]
+    """The curve of rank, loss and bytes."""
+    curve = [Entry(f"{apm(steps)}+acp:rank={rank}", [], "adam", seeds=1, like="adam") for rank in (4, 8, 32)]
+    curve += [Entry(f"adam+{method}:rank=16", [], "adam", seeds=1, like="adam") for method in ("acp", "powersgd")]
+    return [*curve, Entry(f"{apm(steps)}+acp:rank=16", [], "adam", like="adam")]
+
+
+def sgd_entries() -> list[Entry]:
+    return [Entry("sgd", SGD), Entry("dist-ef-sgdm", [], "sgd", like="sgd")]
 
 
 def image_entries(steps: int) -> list[Entry]:
     return [
         Entry("sgd", IMAGE_SGD),
-        Entry("sgd+acp:rank=4", IMAGE_SGD, "sgd"),
-        Entry("sgd+powersgd:rank=4", IMAGE_SGD, "sgd"),
-        Entry("dist-ef-sgdm", [0.05, *IMAGE_SGD], "sgd"),
+        *(Entry(f"sgd+{method}", [], "sgd", like="sgd") for method in ("acp:rank=4", "powersgd:rank=4")),
+        Entry("dist-ef-sgdm", IMAGE_SGD, "sgd"),
         Entry("adam", IMAGE_ADAM),
-        Entry(f"apm:warmup_steps={steps // 5}", [], "adam", like="adam"),
+        Entry(apm(steps), [], "adam", like="adam"),
     ]
 
 
@@ -121,7 +119,7 @@ def main() -> None:
     parser.add_argument("--images", type=Path, help="a folder of MNIST or CIFAR-10 files, in place of drawn digits")
     parser.add_argument("--only", help="which of lm-adam, lm-sgd, text-adam, text-sgd, image")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--lm-steps", type=int, default=400)
+    parser.add_argument("--lm-steps", type=int, default=800)
     parser.add_argument("--sgd-steps", type=int, default=600)
     parser.add_argument("--image-steps", type=int, default=500)
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
