@@ -11,7 +11,7 @@ import thinwire as tw
 from tests import workers
 from tests.methods import test_acp, test_dist_ef
 from tests.methods.test_dist_ef_sgdm import (
-    TINY,
+    EVERY_TENSOR,
     assert_same_parameters,
     batch,
     local_gradients,
@@ -67,7 +67,7 @@ def _train(rank, world, cases):
 
 def _run(rank, case):
     model = DDP(network(), bucket_cap_mb=0.0005)
-    opt = APMSqueeze(model.parameters(), **case.options)
+    opt = APMSqueeze(model.parameters(), **{"exchange": EVERY_TENSOR} | case.options)
     sync = tw.attach(model, opt)
     named = dict(model.module.named_parameters())
     armed = []
@@ -121,8 +121,8 @@ def runs():
 
 def exchange_of(case, name, like):
     """The paper's compressed mean of one parameter: a function of the workers' tensors."""
-    spec = case.options.get("exchange", "dist-ef-block")
-    if like.numel() <= TINY or spec == "dense" or (spec.startswith("acp") and like.dim() < 2):
+    spec = case.options.get("exchange", EVERY_TENSOR)
+    if spec == "dense" or (spec.startswith("acp") and like.dim() < 2):
         return lambda tensors: sum(tensors) / len(tensors)
     if spec.startswith("acp"):
         factors = tw.method(spec).init(like, Context(name=name, world=case.world)).inner
@@ -364,7 +364,7 @@ def test_past_the_warm_up_it_must_be_attached():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"exchange": "dist-ef-block:momentum=0.9"}, "momentum of its own"),
+        ({"exchange": "dist-ef-block:momentum=0.9"}, "of its own"),
         ({"betas": (0.9,)}, "two numbers"),
         ({"warmup_steps": True}, "warmup_steps"),
     ],
