@@ -69,8 +69,10 @@ def build(cluster: Cluster) -> list[Step]:
 
 
 def _offload(cluster: Cluster, link: Link) -> list[str]:
-    """How much TCP may hand over as one packet. A loss is to be of one packet as a wire has them. And what is larger than
-    a bucket is cut up in front of it, at a cost; if it already waits when an event shrinks the bucket, it waits for ever.
+    """How much TCP may hand over as one packet.
+
+    A loss is to be of one packet, as a wire has them. And what is larger than a bucket is cut up in front of it, at a
+    cost; if it already waits behind it when an event shrinks the bucket, it waits for ever.
     """
     if any(link.loss for link in cluster.links):
         return ["gso_max_segs 1"]
