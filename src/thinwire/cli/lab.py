@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -44,9 +45,10 @@ def lab(command: Sequence[str], checks: bool, **words: Any) -> int:
     if command:
         raise ValueError("--check takes no command")
     given = words["rate"] or words["delay"] or words["loss"] or words["preset"]
+    clusters = [cluster] if given else [replace(cluster, links=(link,) * words["hosts"]) for link in USUAL]
     console = Console()
     with console.status("measuring"):
-        readings = [reading for setting in ([cluster] if given else USUAL) for reading in check(setting)]
+        readings = [reading for each in clusters for reading in check(each)]
     console.print(_table(readings))
     return 0 if all(reading.holds for reading in readings) else 1
 

@@ -12,7 +12,7 @@ from thinwire.lab.links import Cluster, Link
 from thinwire.lab.runner import run
 
 PROBE = Path(__file__).with_name("probe.py")
-USUAL = tuple(Cluster(links=(Link(rate, delay=5e-3),) * 2) for rate in (10e6, 100e6, 500e6))
+USUAL = tuple(Link(rate, delay=5e-3) for rate in (10e6, 100e6, 500e6))
 """What is checked if nothing is said."""
 
 

@@ -180,10 +180,17 @@ def supervise(ranks: set[int], events: list[Any], network: Network) -> int:
         if failed and not code:
             code, deadline = failed[0], time.monotonic() + GRACE
             for rank in ranks:
-                os.killpg(rank, signal.SIGTERM)
+                end(rank)
         if time.monotonic() >= due:
             network.carry_out(events.pop(0)[1])
     return code
+
+
+def end(rank: int) -> None:
+    try:
+        os.killpg(rank, signal.SIGTERM)
+    except ProcessLookupError:  # it has not come to lead its group yet
+        os.kill(rank, signal.SIGTERM)
 
 
 def reap() -> Iterator[tuple[int, int]]:

@@ -50,7 +50,6 @@ def switched(cluster: Cluster) -> bool:
 
 def build(cluster: Cluster) -> list[Step]:
     bridged = not switched(cluster)
-    lossy = any(link.loss for link in cluster.links)
     steps = (
         [Step(BRIDGE, "ip", ("link add bridge type bridge mcast_snooping 0", "link set bridge up"))] if bridged else []
     )
@@ -61,15 +60,25 @@ def build(cluster: Cluster) -> list[Step]:
             f"address add {address(host)}/24 dev {INTERFACE}",
             f"link set {INTERFACE} up",
         ]
-        if lossy:  # a loss is one packet, not the dozens that segmentation offload would carry as one
-            lines.append(f"link set {INTERFACE} gso_max_segs 1")
-        elif link.rate is not None:  # what does not fit the bucket would be cut up in front of it, at a cost
-            lines.append(f"link set {INTERFACE} gso_max_size {min(65536, 0.9 * _burst(link.rate)):.0f}")
+        lines += [f"link set {INTERFACE} {limit}" for limit in _offload(cluster, link)]
         joined = (f"link set {port(host)} master bridge",) if bridged else ()
         steps += [Step(host, "ip", tuple(lines)), Step(BRIDGE, "ip", (*joined, f"link set {port(host)} up"))]
     for host, link in enumerate(cluster.links):
         steps += shape(host, link) + ([] if bridged else [delay(host, link)])
     return steps
+
+
+def _offload(cluster: Cluster, link: Link) -> list[str]:
+    """How much TCP may hand over as one packet.
+
+    A loss is to be of one packet, as a wire has them. And what is larger than a bucket is cut up in front of it, at a
+    cost; if it already waits behind it when an event shrinks the bucket, it waits for ever.
+    """
+    if any(link.loss for link in cluster.links):
+        return ["gso_max_segs 1"]
+    rates = [link.rate, *(event.value for event in cluster.events if event.change == "rate")]
+    smallest = min((_burst(rate) for rate in rates if rate is not None), default=None)
+    return [] if smallest is None else [f"gso_max_size {min(65536, 0.9 * smallest):.0f}"]
 
 
 def shape(host: int, link: Link) -> list[Step]:

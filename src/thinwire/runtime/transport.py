@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.core.lockstep import Collective
+
+PATIENCE = 3.0
+"""Seconds that the store has to answer a worker that fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +74,21 @@ class Transport:
     def report_failure(self, message: str) -> str:
         """Leave the reason where the others look for it, then break off, so that nobody waits for this worker.
 
-        Returns the reason that came first, here or elsewhere.
+        Returns the reason that came first, here or elsewhere, as far as this worker can learn it.
         """
+        reasons = [message]
+        # a store behind a dead link neither answers nor fails, and has no timeout for that
+        asking = threading.Thread(target=self._leave_reason, args=(reasons,), daemon=True)
+        asking.start()
+        asking.join(PATIENCE)
+        self._group.abort()
+        return reasons[-1]
+
+    def _leave_reason(self, reasons: list[str]) -> None:
         try:
             if self._store.check(["failure"]):
-                message = self._store.get("failure").decode()
+                reasons.append(self._store.get("failure").decode())
             else:
-                self._store.set("failure", message)
+                self._store.set("failure", reasons[0])
         except RuntimeError:  # the store's own host is gone
             pass
-        self._group.abort()
-        return message

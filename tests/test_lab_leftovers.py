@@ -1,0 +1,89 @@
+"""Nothing stays behind a lab, however it ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from multiprocessing import forkserver
+
+import pytest
+
+from tests.labs import MARK, everywhere, needs_a_lab, networks, processes, surroundings, wait_until
+from tests.workers import _context
+from thinwire import lab
+
+pytestmark = needs_a_lab
+JOB = ["sh", "-c", "sleep 100 & setsid sleep 100 & wait"]
+"""With a grandchild, and one in a session of its own."""
+
+
+@pytest.fixture
+def traces(tmp_path, monkeypatch):
+    """A mark for all that the test starts; afterwards nothing that bears it may be found."""
+    mark = uuid.uuid4().hex
+    forkserver.ensure_running()  # it stays for other tests, so it must not bear the mark
+    monkeypatch.setenv(MARK, mark)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    before = surroundings()
+    yield mark
+    assert wait_until(lambda: not processes(mark)), processes(mark)
+    assert surroundings() == before
+    assert not list(tmp_path.iterdir())
+
+
+def _lab(env, started):
+    os.environ.update(env)
+    started.set()
+    lab.run(lab.cluster(3, "10mbit", "1ms"), JOB)
+
+
+def test_ten_labs_killed_at_any_moment_leave_nothing(traces, tmp_path):
+    moments = random.Random(0)
+    seen = set()
+    for _ in range(10):
+        started = _context.Event()
+        process = _context.Process(target=_lab, args=({MARK: traces, "TMPDIR": str(tmp_path)}, started))
+        process.start()
+        assert started.wait(60)
+        time.sleep(moments.uniform(0, 0.4))
+        seen |= networks(processes(traces))
+        process.kill()
+        process.join()
+        process.close()
+    seen -= {os.readlink("/proc/self/ns/net")}
+    assert len(seen) > 10, "the labs were killed before they had hosts"
+    assert wait_until(lambda: not processes(traces)), processes(traces)
+    assert wait_until(lambda: not seen & everywhere())
+
+
+def test_success_and_failure_leave_nothing(traces):
+    for code in (0, 3):
+        assert lab.run(lab.cluster(2, "10mbit", "1ms"), ["sh", "-c", f"setsid sleep 100 & exit {code}"]) == code
+        assert not processes(traces)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_signals_end_all_of_it(traces, number):
+    command = [sys.executable, "-m", "thinwire", "lab", "--", "sh", "-c", f"echo ready; {JOB[2]}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            assert {run.stdout.readline(), run.stdout.readline()} == {"host0 | ready\n", "host1 | ready\n"}
+            run.send_signal(number)
+            _, said = run.communicate(timeout=20)
+        finally:
+            run.kill()
+    if number == signal.SIGINT:
+        assert run.returncode == 130 and said.strip() == "thinwire: interrupted"
+    else:
+        assert run.returncode == -number
+
+
+@pytest.mark.usefixtures("traces")
+def test_a_lab_within_a_lab():
+    inner = [sys.executable, "-m", "thinwire", "lab", "--hosts", "1", "--", "sh", "-c", "exit 5"]
+    assert lab.run(lab.cluster(1, None), inner) == 5
