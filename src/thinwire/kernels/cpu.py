@@ -14,6 +14,10 @@ from torch import Tensor
 
 Array = np.ndarray[Any, Any]
 compiled = njit(nogil=True, cache=True, fastmath=False)
+RUN = 256
+"""Numbers that are added up in their own type before a wider one takes their sum."""
+SIGNS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 1, -1).astype(np.float32)
+"""What the bits of a byte stand for."""
 
 
 def encode_signs(x: Tensor, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
@@ -54,13 +58,12 @@ def _encode_signs(x: Array, columns: int, block: int, scale: Array, bits: Array)
         bits[r, (len(row) + 7) // 8 :] = 0
         for b in range(scale.shape[1]):
             start, end = min(len(row), b * block), min(len(row), (b + 1) * block)
+            scale[r, b] = _magnitude(row[start:end]) / max(1, end - start)
             whole = end - (end - start) % 8
-            sums = np.zeros(8)  # one for each column of a byte: a single one could not be vectorised
             for j in range(start, whole, 8):
-                bits[r, j // 8] = _pack(row, j, 8, sums)
+                bits[r, j // 8] = _pack(row[j : j + 8], 8)
             if whole < end:
-                bits[r, whole // 8] = _pack(row, whole, end - whole, sums)
-            scale[r, b] = sums.sum() / max(1, end - start)
+                bits[r, whole // 8] = _pack(row[whole:end], end - whole)
 
 
 @compiled
@@ -71,9 +74,11 @@ def _decode_signs(scale: Array, bits: Array, columns: int, block: int, out: Arra
             start, end = min(len(row), b * block), min(len(row), (b + 1) * block)
             whole = end - (end - start) % 8
             for j in range(start, whole, 8):
-                _unpack(scale[r, b], bits[r, j // 8], row, j, 8)
-            if whole < end:
-                _unpack(scale[r, b], bits[r, whole // 8], row, whole, end - whole)
+                signs, into = SIGNS[bits[r, j // 8]], row[j : j + 8]
+                for k in range(8):
+                    into[k] = scale[r, b] * signs[k]
+            for j in range(whole, end):
+                row[j] = scale[r, b] * SIGNS[bits[r, j // 8], j - whole]
 
 
 @compiled
@@ -84,30 +89,27 @@ def _add_signs(scale: Array, bits: Array, columns: int, block: int, base: Array,
             start, end = min(len(row), b * block), min(len(row), (b + 1) * block)
             whole = end - (end - start) % 8
             for j in range(start, whole, 8):
-                _unpack_onto(scale[r, b], bits[r, j // 8], source, row, j, 8)
-            if whole < end:
-                _unpack_onto(scale[r, b], bits[r, whole // 8], source, row, whole, end - whole)
+                signs, onto, into = SIGNS[bits[r, j // 8]], source[j : j + 8], row[j : j + 8]
+                for k in range(8):
+                    into[k] = onto[k] + scale[r, b] * signs[k]
+            for j in range(whole, end):
+                row[j] = source[j] + scale[r, b] * SIGNS[bits[r, j // 8], j - whole]
 
 
-# Those below are inlined where they are called, so a count of 8 is unrolled into vector instructions.
+@njit(nogil=True, cache=True, fastmath={"reassoc"})  # any order of additions, so that they can be done side by side
+def _magnitude(x: Array) -> float:
+    total = 0.0
+    for start in range(0, len(x), RUN):
+        part = x.dtype.type(0)
+        for j in range(start, min(len(x), start + RUN)):
+            part += abs(x[j])
+        total += part
+    return total
 
 
 @compiled
-def _pack(x: Array, start: int, count: int, sums: Array) -> int:
+def _pack(x: Array, count: int) -> int:
     byte = 0
-    for k in range(count):
-        sums[k] += abs(np.float64(x[start + k]))
-        byte |= (x[start + k] >= 0) << k
+    for k in range(count):  # inlined: a count of 8 is unrolled into vector instructions
+        byte |= (x[k] >= 0) << k
     return byte
-
-
-@compiled
-def _unpack(scale: float, byte: int, out: Array, start: int, count: int) -> None:
-    for k in range(count):
-        out[start + k] = scale if byte >> k & 1 else -scale
-
-
-@compiled
-def _unpack_onto(scale: float, byte: int, base: Array, out: Array, start: int, count: int) -> None:
-    for k in range(count):
-        out[start + k] = base[start + k] + (scale if byte >> k & 1 else -scale)
