@@ -29,7 +29,7 @@ def explain(complaint: str, sysctl: Path = Path("/proc/sys")) -> str:
     """One line from what the lab could not do."""
     said = " ".join(complaint.split())
     if "qdisc kind" in said or "sch_" in said:
-        return f"a lab cannot shape links here ({said}): as root, modprobe sch_tbf sch_netem"
+        return f"a lab cannot shape links here ({said}): as root, modprobe sch_tbf"
     for file, forbids, allows in SWITCHES:
         if (sysctl / file).is_file() and (sysctl / file).read_text().strip() == forbids:
             return f"a lab is not permitted here ({said}): as root, sysctl -w {allows}"
