@@ -16,7 +16,9 @@ class Row:
     rounding: float = 1e-6
     """Relative error of the conserved sum: methods without error feedback lose what they round away."""
     rounds: int = 1
-    """Collectives a step, in one bucket, past the warm-up."""
+    """Collectives a step of four workers, in one bucket, past the warm-up."""
+    loses: str = ""
+    """Why what is applied and what is owed do not add up to what was put in, if they do not."""
 
     def __str__(self) -> str:
         return self.spec
@@ -35,6 +37,14 @@ ROWS = [
     Row("dist-ef-block", rounds=2),
     Row("dist-ef-block:momentum=0.9", momentum=0.9, rounds=2),
     Row("dist-ef-block:momentum=0.5,after=2,min_dims=2", warm_up=2, momentum=0.5, rounds=2),
+    Row("topk:ratio=0.1", rounds=2),  # an all-reduce of the dense tensors beside it
+    Row("topk:ratio=0.2,after=2,min_dims=2", warm_up=2, rounds=2),
+    Row("randk:ratio=0.1"),
+    Row("randk:ratio=0.2,after=1", warm_up=1),
+    Row("dgc:ratio=0.1,momentum=0,warmup_steps=2", rounds=2),
+    Row("dgc:ratio=0.2,momentum=0.5,clip=50,warmup_steps=3", rounds=2, loses="sending a coordinate ends its momentum"),
+    Row("gtopk:ratio=0.3", rounds=4),  # two up the tree and two down
+    Row("gtopk:ratio=0.2,after=2", warm_up=2, rounds=4),
 ]
 
 assert {row.spec.partition(":")[0] for row in ROWS} == METHODS.keys(), "every method stands in the table"

@@ -14,7 +14,7 @@ from thinwire.core.lift import bounded_ratio
 from thinwire.core.method import Context, Dense, Method, Reduced, State
 from thinwire.core.price import bytes_per_step
 from thinwire.core.requests import Exchange
-from thinwire.core.value import finite, subtract
+from thinwire.core.value import Sparse, finite, subtract
 
 
 class Wrapper(Method):
@@ -141,6 +141,42 @@ class Nesterov(Local):
         return NesterovState(momentum, self.inner.resize(x, [s.inner for s in states], ctx))
 
 
+class MomentumState(NamedTuple):
+    momentum: Tensor
+    inner: Any
+
+
+@dataclass(frozen=True, slots=True)
+class MomentumCorrection(Local):
+    """The worker's momentum, before compression:   u = mu u + g;   x = u;   u = 0 at the coordinates that were sent.
+
+    A dense tensor, or a dense step, is not cut: there it is the momentum that the optimizer has left to the method.
+    """
+
+    mu: float
+    inner: Method
+
+    def init(self, x: Tensor, ctx: Context) -> MomentumState:
+        return MomentumState(torch.zeros_like(x), self.inner.init(x, ctx))
+
+    def reduce(self, x: Tensor, state: MomentumState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        u = torch.add(x, state.momentum, alpha=self.mu, out=x.new_empty(x.shape))
+        out, inner = yield from self.inner.reduce(x.copy_(u), state.inner, ctx)
+        if ctx.lr != 0 and isinstance(out.sent, Sparse):  # at a rate of 0 nothing of it is applied
+            out.sent.clear(u)
+        return out, MomentumState(u, inner)
+
+    def withheld(self, x: Tensor, state: MomentumState, ctx: Context) -> Tensor:
+        return self.inner.withheld(x, state.inner, ctx)
+
+    def refund(self, state: MomentumState, amount: Tensor) -> MomentumState:
+        return state._replace(inner=self.inner.refund(state.inner, amount))
+
+    def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> MomentumState:
+        momentum = torch.stack([s.momentum for s in states]).mean(0)
+        return MomentumState(momentum, self.inner.resize(x, [s.inner for s in states], ctx))
+
+
 @dataclass(frozen=True, slots=True)
 class Whole(Wrapper):
     """Takes the whole gradient as one vector, when the last of it has arrived."""
@@ -150,6 +186,12 @@ class Whole(Wrapper):
     @property
     def whole(self) -> bool:
         return True
+
+    def reduce(self, x: Tensor, state: Any, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        out, state = yield from self.inner.reduce(x, state, ctx)
+        if not finite(out.mean):
+            out = out._replace(mean=torch.full_like(x, float("nan")))  # seen in every tensor, wherever it stood
+        return out, state
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +267,11 @@ def error_feedback(method: Method, max_ratio: float | None = None) -> Method:
 def nesterov(mu: float, method: Method) -> Method:
     """Nesterov momentum on each worker, before ``method`` compresses."""
     return Nesterov(mu, method) if mu else method
+
+
+def momentum_correction(mu: float, method: Method) -> Method:
+    """Momentum on each worker, before ``method`` compresses; it starts anew at each coordinate that is sent."""
+    return MomentumCorrection(mu, method) if mu else method
 
 
 def clipped(limit: float, method: Method) -> Method:

@@ -51,9 +51,18 @@ class Context:
         """Normal numbers that depend on (seed, name, salt) alone: alike on every worker and after a resume."""
         if like.is_meta:
             return like.new_empty(shape)
+        return torch.randn(*shape, generator=self._generator(salt)).to(like)
+
+    def rand(self, *shape: int, like: Tensor, salt: str = "") -> Tensor:
+        """Uniform numbers in [0, 1), new at each step but alike on every worker, in float64."""
+        if like.is_meta:
+            return like.new_empty(shape, dtype=torch.float64)
+        drawn = torch.rand(*shape, generator=self._generator(f"{self.step}/{salt}"), dtype=torch.float64)
+        return drawn.to(like.device)
+
+    def _generator(self, salt: str) -> torch.Generator:
         digest = hashlib.blake2b(f"{self.seed}/{self.name}/{salt}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-        return torch.randn(*shape, generator=generator).to(like)
+        return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
 
 class Method:

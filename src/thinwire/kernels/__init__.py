@@ -25,6 +25,8 @@ class Kernels(Protocol):
         self, scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor
     ) -> None: ...
 
+    def top_k(self, x: Tensor, k: int) -> Tensor: ...
+
 
 def encode_signs(x: Tensor, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
     return _for(x).encode_signs(x, rows, columns, block)
@@ -36,6 +38,10 @@ def decode_signs(scale: Tensor, bits: Tensor, columns: int, block: int, out: Ten
 
 def add_signs(scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor) -> None:
     _for(out).add_signs(scale, bits, columns, block, base, alpha, out)
+
+
+def top_k(x: Tensor, k: int) -> Tensor:
+    return _for(x).top_k(x, k)
 
 
 def _for(x: Tensor) -> Kernels:
