@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from thinwire.registry import METHODS
 
@@ -17,6 +18,8 @@ class Row:
     """Relative error of the conserved sum: methods without error feedback lose what they round away."""
     rounds: int = 1
     """Collectives a step, in one bucket, past the warm-up."""
+    exempt: Mapping[str, str] = field(default_factory=dict)
+    """The laws that do not apply to it, each with the reason why."""
 
     def __str__(self) -> str:
         return self.spec
@@ -35,6 +38,8 @@ ROWS = [
     Row("dist-ef-block", rounds=2),
     Row("dist-ef-block:momentum=0.9", momentum=0.9, rounds=2),
     Row("dist-ef-block:momentum=0.5,after=2,min_dims=2", warm_up=2, momentum=0.5, rounds=2),
+    Row("ef-sign", rounds=2),
+    Row("ef-sign:min_dims=0,after=1", warm_up=1, rounds=2),
 ]
 
 assert {row.spec.partition(":")[0] for row in ROWS} == METHODS.keys(), "every method stands in the table"

@@ -13,6 +13,7 @@ from thinwire.core.method import Method
 from thinwire.methods.acp import ACP
 from thinwire.methods.dense import SSGD
 from thinwire.methods.dist_ef import DistEF, DistEFBlock
+from thinwire.methods.ef_sign import EFSign
 from thinwire.methods.half import BF16, FP16
 from thinwire.methods.powersgd import PowerSGD
 
@@ -33,6 +34,7 @@ METHODS: dict[str, type[Recipe]] = {
     "acp": ACP,
     "dist-ef": DistEF,
     "dist-ef-block": DistEFBlock,
+    "ef-sign": EFSign,
 }
 
 RULE_OPTIONS = [f.name for f in fields(Rule)]
