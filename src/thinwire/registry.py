@@ -16,6 +16,7 @@ from thinwire.methods.dist_ef import DistEF, DistEFBlock
 from thinwire.methods.ef_sign import EFSign
 from thinwire.methods.half import BF16, FP16
 from thinwire.methods.powersgd import PowerSGD
+from thinwire.methods.qsgd import QSGD
 
 
 @runtime_checkable
@@ -35,6 +36,7 @@ METHODS: dict[str, type[Recipe]] = {
     "dist-ef": DistEF,
     "dist-ef-block": DistEFBlock,
     "ef-sign": EFSign,
+    "qsgd": QSGD,
 }
 
 RULE_OPTIONS = [f.name for f in fields(Rule)]

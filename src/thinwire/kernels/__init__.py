@@ -25,6 +25,18 @@ class Kernels(Protocol):
         self, scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor
     ) -> None: ...
 
+    def pack_bits(self, codes: Tensor, bits: int) -> Tensor: ...
+
+    def unpack_bits(self, packed: Tensor, bits: int, count: int) -> Tensor: ...
+
+    def encode_levels(
+        self, x: Tensor, rows: int, columns: int, block: int, bits: int, key: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def add_levels(
+        self, scale: Tensor, codes: Tensor, columns: int, block: int, bits: int, base: Tensor, alpha: float, out: Tensor
+    ) -> None: ...
+
 
 def encode_signs(x: Tensor, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
     return _for(x).encode_signs(x, rows, columns, block)
@@ -38,8 +50,26 @@ def add_signs(scale: Tensor, bits: Tensor, columns: int, block: int, base: Tenso
     _for(out).add_signs(scale, bits, columns, block, base, alpha, out)
 
 
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    return _for(codes).pack_bits(codes, bits)
+
+
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    return _for(packed).unpack_bits(packed, bits, count)
+
+
+def encode_levels(x: Tensor, rows: int, columns: int, block: int, bits: int, key: int) -> tuple[Tensor, Tensor]:
+    return _for(x).encode_levels(x, rows, columns, block, bits, key)
+
+
+def add_levels(
+    scale: Tensor, codes: Tensor, columns: int, block: int, bits: int, base: Tensor, alpha: float, out: Tensor
+) -> None:
+    _for(out).add_levels(scale, codes, columns, block, bits, base, alpha, out)
+
+
 def _for(x: Tensor) -> Kernels:
-    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
+    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64, torch.uint8):
         from thinwire.kernels import cpu  # here, so that only its users pay for importing numba
 
         return cpu
