@@ -9,6 +9,13 @@ from thinwire.registry import METHODS
 
 UNBIASED = "unbiased without error feedback: what is rounded away is lost, and is zero in the mean"
 
+SIGN = {
+    "mass_is_conserved": "no error feedback, and the output is a sign: the magnitudes are dropped on purpose",
+    "compression_contracts": "a sign has no scale, so it may be larger or smaller than what it stands for",
+    "a_zero_gradient_is_harmless": "one bit cannot say zero: zeros vote + and - in turn",
+    "it_converges_on_a_quadratic": "where the workers disagree, a majority finds a median and not the mean",
+}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -40,6 +47,8 @@ ROWS = [
     Row("dist-ef-block", rounds=2),
     Row("dist-ef-block:momentum=0.9", momentum=0.9, rounds=2),
     Row("dist-ef-block:momentum=0.5,after=2,min_dims=2", warm_up=2, momentum=0.5, rounds=2),
+    Row("sign-mv", rounds=2, exempt=SIGN),
+    Row("sign-mv:momentum=0,after=1", warm_up=1, rounds=2, exempt=SIGN),
     Row("ef-sign", rounds=2),
     Row("ef-sign:min_dims=0,after=1", warm_up=1, rounds=2),
     Row("qsgd", rounds=2, exempt={"mass_is_conserved": UNBIASED}),

@@ -17,6 +17,7 @@ from thinwire.methods.ef_sign import EFSign
 from thinwire.methods.half import BF16, FP16
 from thinwire.methods.powersgd import PowerSGD
 from thinwire.methods.qsgd import QSGD
+from thinwire.methods.sign_mv import SignMV
 
 
 @runtime_checkable
@@ -35,6 +36,7 @@ METHODS: dict[str, type[Recipe]] = {
     "acp": ACP,
     "dist-ef": DistEF,
     "dist-ef-block": DistEFBlock,
+    "sign-mv": SignMV,
     "ef-sign": EFSign,
     "qsgd": QSGD,
 }

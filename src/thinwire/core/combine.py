@@ -110,35 +110,45 @@ class Clip(Local):
         return self.inner.reduce(x.mul_((self.limit / x.norm()).clamp(max=1)), state, ctx)
 
 
-class NesterovState(NamedTuple):
+class MomentumState(NamedTuple):
     momentum: Tensor
     inner: Any
 
 
 @dataclass(frozen=True, slots=True)
-class Nesterov(Local):
-    """The worker's momentum, before compression:   m = mu m + g;   x = mu m + g"""
+class Momentum(Local):
+    """The worker's momentum, before compression:   m = mu m + (1 - mu) g;   x = m"""
 
     mu: float
     inner: Method
 
-    def init(self, x: Tensor, ctx: Context) -> NesterovState:
-        return NesterovState(torch.zeros_like(x), self.inner.init(x, ctx))
+    def init(self, x: Tensor, ctx: Context) -> MomentumState:
+        return MomentumState(torch.zeros_like(x), self.inner.init(x, ctx))
 
-    def reduce(self, x: Tensor, state: NesterovState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
-        m = torch.add(x, state.momentum, alpha=self.mu)
-        out, inner = yield from self.inner.reduce(x.add_(m, alpha=self.mu), state.inner, ctx)
-        return out, NesterovState(m, inner)
+    def reduce(self, x: Tensor, state: MomentumState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        m = torch.lerp(x, state.momentum, self.mu)
+        out, inner = yield from self.inner.reduce(x.copy_(m), state.inner, ctx)
+        return out, MomentumState(m, inner)
 
-    def withheld(self, x: Tensor, state: NesterovState, ctx: Context) -> Tensor:
+    def withheld(self, x: Tensor, state: MomentumState, ctx: Context) -> Tensor:
         return self.inner.withheld(x, state.inner, ctx)
 
-    def refund(self, state: NesterovState, amount: Tensor) -> NesterovState:
+    def refund(self, state: MomentumState, amount: Tensor) -> MomentumState:
         return state._replace(inner=self.inner.refund(state.inner, amount))
 
-    def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> NesterovState:
+    def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> MomentumState:
         momentum = torch.stack([s.momentum for s in states]).mean(0)
-        return NesterovState(momentum, self.inner.resize(x, [s.inner for s in states], ctx))
+        return MomentumState(momentum, self.inner.resize(x, [s.inner for s in states], ctx))
+
+
+@dataclass(frozen=True, slots=True)
+class Nesterov(Momentum):
+    """Nesterov's:   m = mu m + g;   x = mu m + g"""
+
+    def reduce(self, x: Tensor, state: MomentumState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        m = torch.add(x, state.momentum, alpha=self.mu)
+        out, inner = yield from self.inner.reduce(x.add_(m, alpha=self.mu), state.inner, ctx)
+        return out, MomentumState(m, inner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +230,11 @@ class Where(Wrapper):
 def error_feedback(method: Method, max_ratio: float | None = None) -> Method:
     """What a worker could not send is added to its next input."""
     return ErrorFeedback(method, max_ratio)
+
+
+def momentum(mu: float, method: Method) -> Method:
+    """The running mean of each worker's gradients, in place of the last one."""
+    return Momentum(mu, method) if mu else method
 
 
 def nesterov(mu: float, method: Method) -> Method:
