@@ -9,6 +9,10 @@ from thinwire.registry import METHODS
 
 UNBIASED = "unbiased without error feedback: what is rounded away is lost, and is zero in the mean"
 
+BY_NORM = {
+    "mass_is_conserved": UNBIASED,
+    "metered_bytes_are_priced_bytes": "its bits follow the gradient's norm, which the price list takes to be constant",
+}
 SIGN = {
     "mass_is_conserved": "no error feedback, and the output is a sign: the magnitudes are dropped on purpose",
     "compression_contracts": "a sign has no scale, so it may be larger or smaller than what it stands for",
@@ -53,6 +57,8 @@ ROWS = [
     Row("ef-sign:min_dims=0,after=1", warm_up=1, rounds=2),
     Row("qsgd", rounds=2, exempt={"mass_is_conserved": UNBIASED}),
     Row("qsgd:bits=3,block=16,after=1,min_dims=2", warm_up=1, rounds=2, exempt={"mass_is_conserved": UNBIASED}),
+    Row("dq", exempt=BY_NORM),
+    Row("dq:target=0.01,total_steps=20,block=16,after=1", warm_up=1, exempt=BY_NORM),
 ]
 
 assert {row.spec.partition(":")[0] for row in ROWS} == METHODS.keys(), "every method stands in the table"

@@ -13,6 +13,7 @@ from thinwire.core.method import Method
 from thinwire.methods.acp import ACP
 from thinwire.methods.dense import SSGD
 from thinwire.methods.dist_ef import DistEF, DistEFBlock
+from thinwire.methods.dq import DQ
 from thinwire.methods.ef_sign import EFSign
 from thinwire.methods.half import BF16, FP16
 from thinwire.methods.powersgd import PowerSGD
@@ -39,6 +40,7 @@ METHODS: dict[str, type[Recipe]] = {
     "sign-mv": SignMV,
     "ef-sign": EFSign,
     "qsgd": QSGD,
+    "dq": DQ,
 }
 
 RULE_OPTIONS = [f.name for f in fields(Rule)]
