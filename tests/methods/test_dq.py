@@ -101,15 +101,15 @@ def test_with_a_constant_norm_the_price_is_what_is_metered():
     d, spec = 64, "dq:total_steps=30,alpha=0.9,block=64"
     bits = run({"total_steps": 30, "alpha": 0.9}, [1.0] * 30)
     assert len(set(bits)) >= 3
-    for step, b in enumerate(bits):
-        assert tw.price(spec, {"w": (d,)}, 2, step=step) == [("all_gather", int(d * b / 8) + 4)]
+    for step in (0, 9, 19, 29):
+        assert tw.price(spec, {"w": (d,)}, 2, step=step) == [("all_gather", int(d * bits[step] / 8) + 4)]
     assert tw.price(spec, {"w": (d,)}, 2) == [("all_gather", d * 4 // 8 + 4)]
     assert tw.price("dq:target=1,block=64", {"w": (d,)}, 2) == [("all_gather", d + 4)]
 
 
 def test_at_equal_bits_it_ends_nearer_than_fixed_bits():
     """|x - a_i|^2 / 2 at a constant rate: what is left at the end is the noise of the last steps."""
-    lr, steps, workers = 0.05, 150, 4
+    lr, steps, workers = 0.1, 60, 4
     left = {}
     for spec in (f"dq:budget=4,total_steps={steps},alpha={(1 - lr) ** 2}", "qsgd:bits=4"):
         left[spec] = 0.0
