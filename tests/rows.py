@@ -9,6 +9,7 @@ from thinwire.registry import METHODS
 
 UNBIASED = "unbiased without error feedback: what is rounded away is lost, and is zero in the mean"
 
+MASKED = {"mass_is_conserved": "sending a coordinate ends its momentum"}
 BY_NORM = {
     "mass_is_conserved": UNBIASED,
     "metered_bytes_are_priced_bytes": "its bits follow the gradient's norm, which the price list takes to be constant",
@@ -30,7 +31,7 @@ class Row:
     rounding: float = 1e-6
     """Relative error of the conserved sum: methods without error feedback lose what they round away."""
     rounds: int = 1
-    """Collectives a step, in one bucket, past the warm-up."""
+    """Collectives a step of four workers, in one bucket, past the warm-up."""
     exempt: Mapping[str, str] = field(default_factory=dict)
     """The laws that do not apply to it, each with the reason why."""
 
@@ -59,6 +60,14 @@ ROWS = [
     Row("qsgd:bits=3,block=16,after=1,min_dims=2", warm_up=1, rounds=2, exempt={"mass_is_conserved": UNBIASED}),
     Row("dq", exempt=BY_NORM),
     Row("dq:target=0.01,total_steps=20,block=16,after=1", warm_up=1, exempt=BY_NORM),
+    Row("topk:ratio=0.1", rounds=2),  # an all-reduce of the dense tensors beside it
+    Row("topk:ratio=0.2,after=2,min_dims=2", warm_up=2, rounds=2),
+    Row("randk:ratio=0.1"),
+    Row("randk:ratio=0.2,after=1", warm_up=1),
+    Row("dgc:ratio=0.1,momentum=0,warmup_steps=2", rounds=2),
+    Row("dgc:ratio=0.2,momentum=0.5,clip=50,warmup_steps=3", rounds=2, exempt=MASKED),
+    Row("gtopk:ratio=0.3", rounds=4),  # two up the tree and two down
+    Row("gtopk:ratio=0.2,after=2", warm_up=2, rounds=4),
 ]
 
 assert {row.spec.partition(":")[0] for row in ROWS} == METHODS.keys(), "every method stands in the table"

@@ -12,13 +12,17 @@ from thinwire.core.combine import Local, Rule, Where, after, where
 from thinwire.core.method import Method
 from thinwire.methods.acp import ACP
 from thinwire.methods.dense import SSGD
+from thinwire.methods.dgc import DGC
 from thinwire.methods.dist_ef import DistEF, DistEFBlock
 from thinwire.methods.dq import DQ
 from thinwire.methods.ef_sign import EFSign
+from thinwire.methods.gtopk import GTopK
 from thinwire.methods.half import BF16, FP16
 from thinwire.methods.powersgd import PowerSGD
 from thinwire.methods.qsgd import QSGD
+from thinwire.methods.randk import RandK
 from thinwire.methods.sign_mv import SignMV
+from thinwire.methods.topk import TopK
 
 
 @runtime_checkable
@@ -41,6 +45,10 @@ METHODS: dict[str, type[Recipe]] = {
     "ef-sign": EFSign,
     "qsgd": QSGD,
     "dq": DQ,
+    "topk": TopK,
+    "randk": RandK,
+    "dgc": DGC,
+    "gtopk": GTopK,
 }
 
 RULE_OPTIONS = [f.name for f in fields(Rule)]
@@ -89,10 +97,15 @@ def _ruled(method: Method, changes: Mapping[str, Any]) -> Method:
 
 
 def price(
-    method: str | Recipe | Method, shapes: Mapping[str, Sequence[int]], workers: int, step: int | None = None
+    method: str | Recipe | Method,
+    shapes: Mapping[str, Sequence[int]],
+    workers: int,
+    step: int | None = None,
+    rank: int = 0,
 ) -> list[tuple[str, int]]:
-    """``[("all_reduce", bytes), ...]``: the collectives of one step, with the bytes that one worker sends.
+    """``[("all_reduce", bytes), ...]``: the collectives of one step, with the bytes that worker ``rank`` sends.
 
-    ``step`` counts from 0, warm-up included; by default it is a first step past every warm-up.
+    ``step`` counts from 0, warm-up included; by default it is a first step past every warm-up. Where workers send
+    differently, as in a tree, rank 0 sends the most.
     """
-    return pricing.price(resolve(method), shapes, workers, step)
+    return pricing.price(resolve(method), shapes, workers, step, rank)

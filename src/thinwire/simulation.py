@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.exchange import exchange
-from thinwire.core.lockstep import Collective, Lockstep
+from thinwire.core.lockstep import Collective, Lockstep, cut
 from thinwire.core.method import Context, Method, State
 from thinwire.core.value import Value, made
 from thinwire.registry import Recipe, resolve
@@ -31,7 +31,7 @@ class Simulation:
         self.seed = seed
         self.step = 0
         self.bytes_sent = 0
-        """By one worker so far."""
+        """By rank 0 so far; no worker sends more."""
         self.states: list[dict[str, State]] = [{} for _ in range(workers)]
         self._like: dict[str, Tensor] = {}
         self._shapes: dict[str, Tensor] = {}
@@ -109,6 +109,10 @@ def _communicate(rounds: Sequence[Sequence[Collective]]) -> list[list[Tensor]]:
     world = len(rounds)
     answers: list[list[Any]] = [[] for _ in rounds]
     for same in zip(*rounds, strict=True):
+        if same[0].op == "swap":
+            for rank, answer in enumerate(_delivered(same)):
+                answers[rank].append(answer)
+            continue
         assert len({(c.op, c.buffer.dtype, c.buffer.shape) for c in same}) == 1
         buffers = torch.stack([c.buffer for c in same])
         for rank in range(world):
@@ -117,3 +121,13 @@ def _communicate(rounds: Sequence[Sequence[Collective]]) -> list[list[Tensor]]:
             else:
                 answers[rank].append(buffers if same[0].op == "all_gather" else buffers[:, rank])
     return answers
+
+
+def _delivered(swaps: Sequence[Collective]) -> list[Tensor]:
+    """Each worker's answer: what the others have sent it, all of which must be expected."""
+    assert {c.op for c in swaps} == {"swap"}
+    mail = {(rank, to): message for rank, c in enumerate(swaps) for to, message in cut(c.buffer, c.sends).items()}
+    sizes = {(source, rank): size for rank, c in enumerate(swaps) for source, size in c.receives.items()}
+    assert {ends: len(message) for ends, message in mail.items()} == sizes
+    nothing = swaps[0].buffer[:0]
+    return [torch.cat([nothing, *(mail[source, rank] for source in c.receives)]) for rank, c in enumerate(swaps)]

@@ -14,7 +14,7 @@ from thinwire.core.lift import bounded_ratio
 from thinwire.core.method import Context, Dense, Method, Reduced, State
 from thinwire.core.price import bytes_per_step
 from thinwire.core.requests import Exchange
-from thinwire.core.value import finite, subtract
+from thinwire.core.value import Sparse, finite, subtract
 
 
 class Wrapper(Method):
@@ -152,6 +152,21 @@ class Nesterov(Momentum):
 
 
 @dataclass(frozen=True, slots=True)
+class MomentumCorrection(Momentum):
+    """u = mu u + g;   x = u;   u = 0 at the coordinates that were sent.
+
+    A dense tensor, or a dense step, is not cut: there it is the momentum that the optimizer has left to the method.
+    """
+
+    def reduce(self, x: Tensor, state: MomentumState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        u = torch.add(x, state.momentum, alpha=self.mu, out=x.new_empty(x.shape))
+        out, inner = yield from self.inner.reduce(x.copy_(u), state.inner, ctx)
+        if ctx.lr != 0 and isinstance(out.sent, Sparse):  # at a rate of 0 nothing of it is applied
+            out.sent.clear(u)
+        return out, MomentumState(u, inner)
+
+
+@dataclass(frozen=True, slots=True)
 class Whole(Wrapper):
     """Takes the whole gradient as one vector, when the last of it has arrived."""
 
@@ -160,6 +175,12 @@ class Whole(Wrapper):
     @property
     def whole(self) -> bool:
         return True
+
+    def reduce(self, x: Tensor, state: Any, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        out, state = yield from self.inner.reduce(x, state, ctx)
+        if not finite(out.mean):
+            out = out._replace(mean=torch.full_like(x, float("nan")))  # seen in every tensor, wherever it stood
+        return out, state
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +261,11 @@ def momentum(mu: float, method: Method) -> Method:
 def nesterov(mu: float, method: Method) -> Method:
     """Nesterov momentum on each worker, before ``method`` compresses."""
     return Nesterov(mu, method) if mu else method
+
+
+def momentum_correction(mu: float, method: Method) -> Method:
+    """Momentum on each worker, before ``method`` compresses; it starts anew at each coordinate that is sent."""
+    return MomentumCorrection(mu, method) if mu else method
 
 
 def clipped(limit: float, method: Method) -> Method:

@@ -6,31 +6,42 @@ the simulation and the price list each answer the collectives in their own way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from thinwire.core.requests import AllGather, AllReduce, AllToAll, Exchange, Payload, Request
+from thinwire.core.requests import AllGather, AllReduce, AllToAll, Exchange, Payload, Request, Swap
 
 R = TypeVar("R")
 
-OPS: dict[type, str] = {AllReduce: "all_reduce", AllGather: "all_gather", AllToAll: "all_to_all"}
+OPS: dict[type, str] = {AllReduce: "all_reduce", AllGather: "all_gather", AllToAll: "all_to_all", Swap: "swap"}
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One fused message: ``all_reduce (n,)``, ``all_gather (n,)`` of bytes, ``all_to_all (W, n)`` of bytes."""
+    """One fused message: ``all_reduce (n,)``, ``all_gather (n,)`` of bytes, ``all_to_all (W, n)`` of bytes.
+
+    A ``swap (n,)`` of bytes is one message to each worker in ``sends``, end to end, and its answer one from each
+    worker in ``receives``. What two workers swap in a round is one message each way, whatever else they do in it, so
+    both ends know its length.
+    """
 
     op: str
     buffer: Tensor
+    sends: Mapping[int, int] = field(default_factory=dict)
+    """Bytes for each worker."""
+    receives: Mapping[int, int] = field(default_factory=dict)
+    """Bytes from each worker."""
 
     def bytes_sent(self, world: int) -> int:
-        """What one worker puts on the wire: a ring's 2(W-1)/W, a gather's W-1, an exchange's (W-1)/W."""
+        """What this worker puts on the wire: a ring's 2(W-1)/W, a gather's W-1, an exchange's (W-1)/W, a swap's all."""
         size = self.buffer.numel() * self.buffer.element_size()
+        if self.op == "swap":
+            return size
         factor = {"all_reduce": 2 / world, "all_gather": 1.0, "all_to_all": 1 / world}[self.op]
         return int(size * (world - 1) * factor)
 
@@ -82,18 +93,63 @@ class Lockstep(Generic[R]):
         ordered = sorted(groups.items(), key=lambda item: (item[0][0], str(item[0][1])))
         self._groups = [members for _, members in ordered]
         return [
-            Collective(op, _gather([self._waiting[w][1][r] for w, r in members], self._scratch))
-            for (op, _), members in ordered
+            _collective(op, [self._waiting[w][1][r] for w, r in members], self._scratch) for (op, _), members in ordered
         ]
 
     def _scatter(self, answers: Sequence[Tensor]) -> dict[int, Any]:
         replies: dict[int, list[Any]] = {i: [None] * len(requests) for i, requests in self._waiting}
         for members, answer in zip(self._groups, answers, strict=True):
-            parts = _split([self._waiting[w][1][r] for w, r in members], answer)
+            requests = [self._waiting[w][1][r] for w, r in members]
+            parts = _delivered(requests, answer) if isinstance(requests[0], Swap) else _split(requests, answer)
             for (w, r), part in zip(members, parts, strict=True):
                 replies[self._waiting[w][0]][r] = part
         # a generator that yielded a lone request gets a lone answer
         return {i: tuple(parts) if len(parts) > 1 else parts[0] for i, parts in replies.items()}
+
+
+def _collective(op: str, requests: Sequence[Any], scratch: Tensor | None) -> Collective:
+    if op != "swap":
+        return Collective(op, _gather(requests, scratch))
+    parts: dict[int, list[Tensor]] = {to: [] for to in sorted({r.to for r in requests if r.to is not None})}
+    for request in requests:
+        if request.to is not None:
+            parts[request.to] += [_bytes(t.reshape(-1)) for t in request.payload]
+    nothing = requests[0].payload[0].new_empty(0, dtype=torch.uint8)
+    buffer = torch.cat([nothing, *(t for messages in parts.values() for t in messages)])
+    sends = {to: sum(len(t) for t in messages) for to, messages in parts.items()}
+    return Collective(op, buffer, sends, _received(requests))
+
+
+def _received(requests: Sequence[Swap[Any]]) -> dict[int, int]:
+    """Bytes from each worker, in order of rank."""
+    sizes = dict.fromkeys(sorted({r.source for r in requests if r.source is not None}), 0)
+    for request in requests:
+        if request.source is not None:
+            sizes[request.source] += sum(t.numel() * t.element_size() for t in request.payload)
+    return sizes
+
+
+def _delivered(requests: Sequence[Any], answer: Tensor) -> Iterator[Any]:
+    starts, start = {}, 0
+    for source, size in _received(requests).items():
+        starts[source], start = start, start + size
+    for request in requests:
+        if request.source is None:
+            yield None
+            continue
+        parts = []
+        for t in request.payload:
+            start, starts[request.source] = (
+                starts[request.source],
+                starts[request.source] + t.numel() * t.element_size(),
+            )
+            parts.append(answer[start : starts[request.source]].clone().view(t.dtype).view(t.shape))
+        yield type(request.payload)(*parts)
+
+
+def cut(buffer: Tensor, sizes: Mapping[int, int]) -> dict[int, Tensor]:
+    """The messages of a swap, which lie end to end, by the worker at their other end."""
+    return dict(zip(sizes, torch.split(buffer, list(sizes.values())), strict=True)) if sizes else {}
 
 
 def _gather(requests: Sequence[Request], scratch: Tensor | None) -> Tensor:

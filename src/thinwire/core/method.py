@@ -56,8 +56,17 @@ class Context:
         """Normal numbers that depend on the key alone."""
         if like.is_meta:
             return like.new_empty(shape)
-        generator = torch.Generator().manual_seed(self.key(salt))
-        return torch.randn(*shape, generator=generator).to(like)
+        return torch.randn(*shape, generator=self._generator(salt)).to(like)
+
+    def rand(self, *shape: int, like: Tensor, salt: str = "") -> Tensor:
+        """Uniform numbers in [0, 1), new at each step but alike on every worker, in float64."""
+        if like.is_meta:
+            return like.new_empty(shape, dtype=torch.float64)
+        drawn = torch.rand(*shape, generator=self._generator(f"{self.step}/{salt}"), dtype=torch.float64)
+        return drawn.to(like.device)
+
+    def _generator(self, salt: str) -> torch.Generator:
+        return torch.Generator().manual_seed(self.key(salt))
 
 
 class Method:

@@ -14,23 +14,26 @@ PAST_WARM_UP = 1 << 40
 
 
 def price(
-    method: Method, shapes: Mapping[str, Sequence[int]], workers: int, step: int | None = None
+    method: Method, shapes: Mapping[str, Sequence[int]], workers: int, step: int | None = None, rank: int = 0
 ) -> list[tuple[str, int]]:
-    """The collectives of one step with the bytes that each makes one worker send, all tensors in one bucket.
+    """The collectives of one step with the bytes that each makes worker ``rank`` send, all tensors in one bucket.
 
-    ``step`` counts from 0, warm-up included; None is a first step past every warm-up.
+    ``step`` counts from 0, warm-up included; None is a first step past every warm-up. In a tree not all workers send
+    alike: rank 0 sends the most.
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, not {workers}")
+    if not 0 <= rank < workers:
+        raise ValueError(f"rank must be in [0, {workers}), not {rank}")
     tensors = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
     if method.whole:
         tensors = {"": torch.empty(sum(t.numel() for t in tensors.values()), device="meta")}
     tensors = {name: x for name, x in tensors.items() if x.numel()}
-    states = [method.init(x, Context(name=name, world=workers)) for name, x in tensors.items()]
+    states = [method.init(x, Context(name=name, rank=rank, world=workers)) for name, x in tensors.items()]
     sent: list[Collective] = []
     for now in [PAST_WARM_UP] if step is None else range(step + 1):
         reductions = [
-            method.reduce(x, state, Context(step=now, name=name, world=workers))
+            method.reduce(x, state, Context(step=now, name=name, rank=rank, world=workers))
             for (name, x), state in zip(tensors.items(), states, strict=True)
         ]
         lockstep = Lockstep(reductions)
@@ -52,4 +55,6 @@ def bytes_per_step(method: Method, shape: Sequence[int], workers: int) -> float:
 
 def _answer(collective: Collective, workers: int) -> Tensor:
     buffer = collective.buffer
+    if collective.op == "swap":
+        return buffer.new_empty(sum(collective.receives.values()))
     return buffer.new_empty((workers, *buffer.shape)) if collective.op == "all_gather" else buffer

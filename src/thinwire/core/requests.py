@@ -38,7 +38,20 @@ class AllToAll(Generic[P]):
     payload: P
 
 
-Request = AllReduce | AllGather[Any] | AllToAll[Any]
+@dataclass(frozen=True, slots=True)
+class Swap(Generic[P]):
+    """Point to point: ``payload`` goes to worker ``to``; the answer is the like-shaped one from worker ``source``.
+
+    None sends, or answers, nothing. All workers yield a swap in the same round, each naming the other end alike: also
+    one that neither sends nor receives.
+    """
+
+    payload: P
+    to: int | None
+    source: int | None
+
+
+Request = AllReduce | AllGather[Any] | AllToAll[Any] | Swap[Any]
 R = TypeVar("R")
 Exchange = Generator[Request | tuple[Request, ...], Any, R]
 """A computation that talks to the other workers by yielding requests, and returns an ``R``."""

@@ -44,6 +44,33 @@ class Product:
         return finite(self.P.norm() * self.Q.norm())  # bounds every entry of the product
 
 
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """``values`` at ``indices`` of the flattened memory, zero elsewhere. Rows of them add up, in their order."""
+
+    indices: Tensor  # (k,) or (rows, k), in a row no index twice
+    values: Tensor
+
+    def write(self, out: Tensor) -> None:
+        self._add(out.zero_(), 1)
+
+    def subtract(self, p: Tensor, out: Tensor) -> None:
+        self._add(out.copy_(p), -1)
+
+    def finite(self) -> bool:
+        return finite(self.values)
+
+    def clear(self, out: Tensor) -> None:
+        """out = 0 wherever there is a value."""
+        out.view(-1)[self.indices] = 0
+
+    def _add(self, out: Tensor, alpha: int) -> None:
+        k = self.indices.shape[-1]
+        # a row at a time: on some devices the order of additions to one place is not fixed within a call
+        for indices, values in zip(self.indices.view(-1, k), self.values.view(-1, k), strict=True):
+            out.view(-1).index_add_(0, indices, values, alpha=alpha)
+
+
 def write(out: Tensor, value: Value) -> None:
     """out = value; nothing happens where a tensor is that memory already."""
     if not isinstance(value, Tensor) and out.is_contiguous() and out.dtype in WIDE:

@@ -37,6 +37,8 @@ class Kernels(Protocol):
         self, scale: Tensor, codes: Tensor, columns: int, block: int, bits: int, base: Tensor, alpha: float, out: Tensor
     ) -> None: ...
 
+    def top_k(self, x: Tensor, k: int) -> Tensor: ...
+
 
 def encode_signs(x: Tensor, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
     return _for(x).encode_signs(x, rows, columns, block)
@@ -66,6 +68,10 @@ def add_levels(
     scale: Tensor, codes: Tensor, columns: int, block: int, bits: int, base: Tensor, alpha: float, out: Tensor
 ) -> None:
     _for(out).add_levels(scale, codes, columns, block, bits, base, alpha, out)
+
+
+def top_k(x: Tensor, k: int) -> Tensor:
+    return _for(x).top_k(x, k)
 
 
 def _for(x: Tensor) -> Kernels:

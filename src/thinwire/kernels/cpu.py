@@ -69,6 +69,14 @@ def add_levels(
     _add_levels(_array(unit), _array(codes), columns, block, bits, _array(levels), _array(base), _array(out))
 
 
+def top_k(x: Tensor, k: int) -> Tensor:
+    assert 1 <= k <= len(x)
+    places = torch.empty(k, dtype=torch.int64)
+    wide = x.dtype == torch.float64
+    _top_k(_array(x).view(np.int64 if wide else np.int32), 0x7FF << 52 if wide else 0xFF << 23, _array(places))
+    return places
+
+
 def _check(scale: Tensor, bits: Tensor, columns: int, block: int, *vectors: Tensor) -> None:
     """The loops do not look where they write."""
     rows = len(bits)
@@ -183,6 +191,32 @@ def _add_levels(
             last = whole // 8 * bits
             word = _load(codes[r], last, min(bits, codes.shape[1] - last))
             _levels_onto(unit[r, whole // block], word, bits, levels, source, row, whole, len(row) - whole)
+
+
+@compiled
+def _top_k(bits: Array, infinite: int, places: Array) -> None:
+    """A radix select: magnitudes are ordered as their bits are, the sign's aside."""
+    unsigned, least, left = np.iinfo(bits.dtype).max, 0, len(places)
+    counts = np.empty(1 << 16, np.int64)
+    for shift in range(bits.itemsize * 8 - 16, -1, -16):
+        # 16 bits more of the k-th magnitude; of those that share them, ``left`` are to be taken
+        counts[:] = 0
+        for i in range(len(bits)):
+            size = min(bits[i] & unsigned, infinite)  # NaN too is infinite
+            if size >> shift >> 16 == least:
+                counts[size >> shift & 0xFFFF] += 1
+        digit = 0xFFFF
+        while counts[digit] < left:
+            left -= counts[digit]
+            digit -= 1
+        least = least << 16 | digit
+    taken = 0
+    for i in range(len(bits)):
+        size = min(bits[i] & unsigned, infinite)
+        if size > least or (size == least and left > 0):
+            left -= size == least
+            places[taken] = i
+            taken += 1
 
 
 # Those below are inlined where they are called, so a count of 8 is unrolled into vector instructions.

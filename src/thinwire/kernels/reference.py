@@ -97,6 +97,20 @@ def _blocks(x: Tensor, rows: int, columns: int, block: int) -> Tensor:  # (rows,
     return pad(padded, (0, -columns % block)).view(rows, -1, block)
 
 
+def top_k(x: Tensor, k: int) -> Tensor:
+    """The places (k,) of the largest magnitudes of x (d,), in rising order; of equal ones the first are taken.
+
+    NaN counts as infinite.
+    """
+    if x.is_meta:
+        return x.new_empty(k, dtype=torch.int64)
+    size = x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    least = size.topk(k).values.min()
+    above = (size > least).nonzero().flatten()
+    level = (size == least).nonzero().flatten()[: k - len(above)]
+    return torch.cat([above, level]).sort().values
+
+
 def _signs(scale: Tensor, bits: Tensor, columns: int, block: int) -> Tensor:
     positive = unpack_bits(bits, 1, columns).bool()
     scale = scale.repeat_interleave(block, -1)[:, :columns]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.core.lockstep import Collective
+from thinwire.core.lockstep import Collective, cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,30 @@ class Pending:
         """The answer, ordered after the collective on the current stream; raises what went wrong."""
         self.work.wait()
         return self.answer
+
+
+class _Together:
+    """Several works as one. gloo tells of a message's end only to a thread that waits for it."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+        self._future: Future[None] = Future()
+        threading.Thread(target=self._run, name="thinwire swap", daemon=True).start()
+
+    def get_future(self) -> Future[None]:
+        return self._future
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def _run(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except Exception as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(None)
 
 
 class Transport:
@@ -57,9 +83,23 @@ class Transport:
             answer = buffer.new_empty((self.world, *buffer.shape))
             work = dist.all_gather_single(answer.view(-1), buffer, group=self._group, async_op=True)
             return Pending(work, answer)
+        if collective.op == "swap":
+            return self._swap(collective)
         assert collective.op == "all_to_all"
         answer = torch.empty_like(buffer)
         return Pending(dist.all_to_all_single(answer, buffer, group=self._group, async_op=True), answer)
+
+    def _swap(self, collective: Collective) -> Pending:
+        """All messages at once, so that no worker's wait depends on the order of another's."""
+        answer = collective.buffer.new_empty(sum(collective.receives.values()))
+        group = self._group
+        incoming = cut(answer, collective.receives).items()
+        outgoing = cut(collective.buffer, collective.sends).items()
+        calls = [dist.P2POp(dist.irecv, part, group=group, group_peer=peer) for peer, part in incoming]
+        calls += [dist.P2POp(dist.isend, part, group=group, group_peer=peer) for peer, part in outgoing]
+        works = dist.batch_isend_irecv(calls) if calls else []
+        # NCCL makes one work of the batch, with a future
+        return Pending(works[0] if works and self.device.type == "cuda" else _Together(works), answer)
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Everybody's ``mine``, by rank."""
@@ -80,4 +120,7 @@ class Transport:
         except RuntimeError:  # the store's own host is gone
             pass
         self._group.abort()
+        # gloo closes its connections, by which the others know, only when nobody holds the group any more
+        dist.destroy_process_group(self._group)
+        del self._group
         return message
