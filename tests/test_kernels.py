@@ -118,6 +118,34 @@ def test_levels_equal_reference(case: tuple[Tensor, int, int], block: int, bits:
         torch.testing.assert_close(*outs, rtol=0, atol=0, equal_nan=True)
 
 
+@relaxed
+@given(
+    arrays(np.float32, st.integers(0, 1200), elements=st.integers(-1000, 1000)),
+    st.sampled_from([1, 3, 5, 7]),
+    st.integers(1, 40),
+    st.integers(0, 2**56 - 1),
+)
+def test_sketches_equal_reference(x: np.ndarray, rows: int, columns: int, key: int) -> None:
+    """Of whole numbers, whose sums are exact in any order."""
+    v = torch.from_numpy(x)
+    sketch = cpu.count_sketch(v, rows, columns, key)
+    assert torch.equal(sketch, reference.count_sketch(v, rows, columns, key))
+    assert torch.equal(cpu.estimate(sketch, len(v), key), reference.estimate(sketch, len(v), key))
+
+
+def test_hashes_spread_evenly_and_rows_are_independent() -> None:
+    d, columns = 100_000, 50
+    ones = torch.ones(d)
+    places, signs = [], []
+    for salt in reference.row_keys(5, 1234567890123456):
+        place, sign = reference._hashed(d, columns, salt, ones)
+        count = place.bincount(minlength=columns)
+        assert 0.4 < count.double().var() / count.double().mean() < 1.8  # as if thrown at random
+        places.append(place.float())
+        signs.append(sign)
+    assert (torch.corrcoef(torch.stack(places + signs)) - torch.eye(10)).abs().max() < 0.02
+
+
 def test_uniform_numbers_are_uniform_and_depend_on_all_of_the_key() -> None:
     keys = [0, 1, 1 << 31, 1 << 32, 1 << 55]
     draws = torch.stack([reference.uniform(100_000, key, torch.device("cpu")) for key in keys])
@@ -192,6 +220,8 @@ def test_meta_takes_the_reference() -> None:
     scale, codes = kernels.encode_levels(x, 3, 13, 8, 5, key=1)
     assert (scale.shape, codes.shape, codes.device.type) == ((3, 2), (3, 9), "meta")
     kernels.add_levels(scale, codes, 13, 8, 5, x, 1.0, out=x)
+    sketch = kernels.count_sketch(x, 3, 7, key=1)
+    assert (sketch.shape, kernels.estimate(sketch, 39, key=1).shape) == ((3, 7), (39,))
 
 
 @pytest.mark.parametrize(

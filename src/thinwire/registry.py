@@ -16,12 +16,14 @@ from thinwire.methods.dgc import DGC
 from thinwire.methods.dist_ef import DistEF, DistEFBlock
 from thinwire.methods.dq import DQ
 from thinwire.methods.ef_sign import EFSign
+from thinwire.methods.gs import GS
 from thinwire.methods.gtopk import GTopK
 from thinwire.methods.half import BF16, FP16
 from thinwire.methods.powersgd import PowerSGD
 from thinwire.methods.qsgd import QSGD
 from thinwire.methods.randk import RandK
 from thinwire.methods.sign_mv import SignMV
+from thinwire.methods.sketch import Sketch
 from thinwire.methods.topk import TopK
 
 
@@ -49,6 +51,8 @@ METHODS: dict[str, type[Recipe]] = {
     "randk": RandK,
     "dgc": DGC,
     "gtopk": GTopK,
+    "sketch": Sketch,
+    "gs": GS,
 }
 
 RULE_OPTIONS = [f.name for f in fields(Rule)]

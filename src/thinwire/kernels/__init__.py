@@ -37,6 +37,10 @@ class Kernels(Protocol):
         self, scale: Tensor, codes: Tensor, columns: int, block: int, bits: int, base: Tensor, alpha: float, out: Tensor
     ) -> None: ...
 
+    def count_sketch(self, x: Tensor, rows: int, columns: int, key: int) -> Tensor: ...
+
+    def estimate(self, sketch: Tensor, d: int, key: int) -> Tensor: ...
+
     def top_k(self, x: Tensor, k: int) -> Tensor: ...
 
 
@@ -68,6 +72,14 @@ def add_levels(
     scale: Tensor, codes: Tensor, columns: int, block: int, bits: int, base: Tensor, alpha: float, out: Tensor
 ) -> None:
     _for(out).add_levels(scale, codes, columns, block, bits, base, alpha, out)
+
+
+def count_sketch(x: Tensor, rows: int, columns: int, key: int) -> Tensor:
+    return _for(x).count_sketch(x, rows, columns, key)
+
+
+def estimate(sketch: Tensor, d: int, key: int) -> Tensor:
+    return _for(sketch).estimate(sketch, d, key)
 
 
 def top_k(x: Tensor, k: int) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from thinwire.kernels.reference import row_keys
+
 Array = np.ndarray[Any, Any]
 compiled = njit(nogil=True, cache=True, fastmath=False)
 
@@ -75,6 +77,19 @@ def top_k(x: Tensor, k: int) -> Tensor:
     wide = x.dtype == torch.float64
     _top_k(_array(x).view(np.int64 if wide else np.int32), 0x7FF << 52 if wide else 0xFF << 23, _array(places))
     return places
+
+
+def count_sketch(x: Tensor, rows: int, columns: int, key: int) -> Tensor:
+    sketch = x.new_zeros(rows, columns)
+    _count_sketch(_array(x), np.array(row_keys(rows, key), np.uint32), _array(sketch))
+    return sketch
+
+
+def estimate(sketch: Tensor, d: int, key: int) -> Tensor:
+    assert len(sketch) % 2
+    out = sketch.new_empty(d)
+    _estimate(_array(sketch), np.array(row_keys(len(sketch), key), np.uint32), _array(out))
+    return out
 
 
 def _check(scale: Tensor, bits: Tensor, columns: int, block: int, *vectors: Tensor) -> None:
@@ -219,6 +234,33 @@ def _top_k(bits: Array, infinite: int, places: Array) -> None:
             taken += 1
 
 
+@compiled
+def _count_sketch(x: Array, salts: Array, sketch: Array) -> None:
+    for j in range(len(x)):
+        mixed = _mixed(np.uint32(j))
+        for r in range(len(salts)):
+            bits = _mixed(mixed ^ salts[r])
+            sketch[r, _place(bits, sketch.shape[1])] += -x[j] if bits & np.uint32(1) else x[j]
+
+
+@compiled
+def _estimate(sketch: Array, salts: Array, out: Array) -> None:
+    rows, columns = sketch.shape
+    guesses = np.empty((rows, 512), sketch.dtype)
+    for start in range(0, len(out), 512):
+        size = min(512, len(out) - start)
+        for r in range(rows):
+            for k in range(size):
+                bits = _mixed(_mixed(np.uint32(start + k)) ^ salts[r])
+                guess = sketch[r, _place(bits, columns)]
+                guesses[r, k] = -guess if bits & np.uint32(1) else guess
+        # the rows sorted by exchanges of neighbours, many numbers at a time, as far as the middle one
+        for last in range(rows - 1, rows // 2 - 1, -1):
+            for r in range(last):
+                _exchange(guesses[r], guesses[r + 1])
+        out[start : start + size] = guesses[rows // 2, :size]
+
+
 # Those below are inlined where they are called, so a count of 8 is unrolled into vector instructions.
 
 
@@ -307,6 +349,19 @@ def _largest(x: Array, start: int, end: int) -> Any:
 def _uniform(j: Any, low: Any, high: Any) -> Any:
     bits = _mixed(_mixed(_mixed(j) ^ low) ^ high)
     return np.float32(bits >> np.uint32(8)) * np.float32(2.0**-24)
+
+
+@compiled
+def _exchange(low: Array, high: Array) -> None:
+    for k in range(len(low)):
+        a, b = low[k], high[k]
+        low[k] = b if b < a else a
+        high[k] = a if b < a else b
+
+
+@compiled
+def _place(bits: Any, columns: int) -> Any:
+    return np.int64(bits >> np.uint32(1)) * columns >> 31
 
 
 @compiled

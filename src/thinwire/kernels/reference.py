@@ -78,6 +78,37 @@ def add_levels(
     torch.add(base, (unit * levels).flatten()[: len(out)], out=out)
 
 
+def count_sketch(x: Tensor, rows: int, columns: int, key: int) -> Tensor:
+    """S (rows, columns), where number j of x (d,) is added to one place of each row, with a sign: both by a hash."""
+    sketch = x.new_zeros(rows, columns)
+    for r, salt in enumerate(row_keys(rows, key)):
+        place, sign = _hashed(len(x), columns, salt, x)
+        sketch[r].index_add_(0, place, x * sign)
+    return sketch
+
+
+def estimate(sketch: Tensor, d: int, key: int) -> Tensor:
+    """What a sketch of d numbers tells of each: the median over its rows, which are odd in number."""
+    rows, columns = sketch.shape
+    guesses = []
+    for r, salt in enumerate(row_keys(rows, key)):
+        place, sign = _hashed(d, columns, salt, sketch)
+        guesses.append(sketch[r][place] * sign)
+    return torch.stack(guesses).median(0).values
+
+
+def row_keys(rows: int, key: int) -> list[int]:
+    """32 bits for the hash of each row of a sketch."""
+    low, high = _mixed(torch.tensor([[key & MASK], [key >> 32]]) ^ torch.arange(rows))
+    keys: list[int] = (_mixed(low) ^ high).tolist()
+    return keys
+
+
+def _hashed(d: int, columns: int, salt: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    bits = _mixed(_mixed(torch.arange(d, device=like.device)) ^ salt)
+    return (bits >> 1) * columns >> 31, 1 - 2 * (bits & 1).to(like.dtype)
+
+
 def uniform(count: int, key: int, device: torch.device) -> Tensor:
     """Numbers in [0, 1), in steps of 2**-24, that depend on the key and the place alone."""
     j = torch.arange(count, device=device)

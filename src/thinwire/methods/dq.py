@@ -6,7 +6,6 @@ adds alike to what is left then:
     s_n = k alpha^((N-n)/2) |g_n| levels a side;   B_n = 1 + log2(s_n + 1) bits, in [2, 8]
 
 Bits rise towards the end, and fall as the gradient's norm falls. k is set by either of two:
-
     target   the variance of the mean, E |out - g|^2 <= alpha^(n-N) target: k = 1 / sqrt(4 W target), bits rounded up
     budget   bits a number, on average over the run: at every step k is such that what is left of the budget would just
              be spent if the norm stayed at its running mean
@@ -38,14 +37,10 @@ FEWEST, MOST = 2, 8
 
 
 class DQState(NamedTuple):
-    norm: float = 0.0
-    """log2 |g| of the last step."""
-    usual: float = 0.0
-    """Its running mean, over a tenth of the run."""
-    spent: float = 0.0
-    """Bits a number, so far."""
-    seen: int = 0
-    """Steps with a gradient, so far."""
+    norm: float = 0.0  # log2 |g| of the last step
+    usual: float = 0.0  # its running mean, over a tenth of the run
+    spent: float = 0.0  # bits a number
+    seen: int = 0  # steps with a gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +86,8 @@ class DQ(Method):
         left = max(0, self.total_steps - ctx.step)
         faded = left / 2 * math.log2(self.alpha)
         if self.target:
-            exact = _bits(state.norm - math.log2(4 * ctx.world * self.target) / 2 + faded) if state.seen else MOST
-            return math.ceil(exact - 1e-9)
+            levels = state.norm - math.log2(4 * ctx.world * self.target) / 2 + faded
+            return math.ceil(_bits(levels) - 1e-9) if state.seen else MOST
         if not left:
             return round(self.budget)
         share = (self.budget * self.total_steps - state.spent) / left
@@ -110,11 +105,9 @@ class DQ(Method):
 
     def _after(self, state: DQState, bits: int, scales: Tensor, d: int) -> DQState:
         spent = state.spent + bits
-        if scales.is_meta:
-            return state._replace(spent=spent)
         sizes = torch.full_like(scales[0], self.block)
         sizes[-1] = d - self.block * (len(sizes) - 1)
-        squared = (scales.double().square() * sizes).sum(1).mean().item()
+        squared = math.nan if scales.is_meta else (scales.double().square() * sizes).sum(1).mean().item()
         if not 0 < squared < math.inf:
             return state._replace(spent=spent)
         norm = math.log2(squared) / 2
