@@ -92,6 +92,68 @@ def test_decoded_signs_are_those_of_x(case: tuple[Tensor, int, int], block: int)
     assert torch.equal(out.signbit(), x < 0)
 
 
+@relaxed
+@given(arrays(np.uint8, st.tuples(st.integers(1, 4), st.integers(0, 40))), st.integers(1, 8))
+def test_packed_bits_equal_reference_and_come_back(codes: np.ndarray, bits: int) -> None:
+    rows = torch.from_numpy(codes & (2**bits - 1))
+    packed = cpu.pack_bits(rows, bits)
+    assert packed.shape == (len(rows), -(-rows.shape[1] * bits // 8))
+    assert torch.equal(packed, reference.pack_bits(rows, bits))
+    for kernel in (cpu, reference):
+        assert torch.equal(kernel.unpack_bits(packed, bits, rows.shape[1]), rows)
+
+
+@relaxed
+@given(vectors(), blocks, st.integers(2, 8), st.integers(0, 2**56 - 1))
+def test_levels_equal_reference(case: tuple[Tensor, int, int], block: int, bits: int, key: int) -> None:
+    x, rows, columns = case
+    scale, codes = cpu.encode_levels(x, rows, columns, block, bits, key)
+    expected, expected_codes = reference.encode_levels(x, rows, columns, block, bits, key)
+    torch.testing.assert_close(scale, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(codes, expected_codes)
+    for alpha in (1.0, -1 / 3):
+        outs = [torch.empty_like(x), torch.empty_like(x)]
+        for kernel, out in zip((cpu, reference), outs, strict=True):
+            kernel.add_levels(scale, codes, columns, block, bits, x, alpha, out)
+        torch.testing.assert_close(*outs, rtol=0, atol=0, equal_nan=True)
+
+
+@relaxed
+@given(
+    arrays(np.float32, st.integers(0, 1200), elements=st.integers(-1000, 1000)),
+    st.sampled_from([1, 3, 5, 7]),
+    st.integers(1, 40),
+    st.integers(0, 2**56 - 1),
+)
+def test_sketches_equal_reference(x: np.ndarray, rows: int, columns: int, key: int) -> None:
+    """Of whole numbers, whose sums are exact in any order."""
+    v = torch.from_numpy(x)
+    sketch = cpu.count_sketch(v, rows, columns, key)
+    assert torch.equal(sketch, reference.count_sketch(v, rows, columns, key))
+    assert torch.equal(cpu.estimate(sketch, len(v), key), reference.estimate(sketch, len(v), key))
+
+
+def test_hashes_spread_evenly_and_rows_are_independent() -> None:
+    d, columns = 100_000, 50
+    ones = torch.ones(d)
+    places, signs = [], []
+    for salt in reference.row_keys(5, 1234567890123456):
+        place, sign = reference._hashed(d, columns, salt, ones)
+        count = place.bincount(minlength=columns)
+        assert 0.4 < count.double().var() / count.double().mean() < 1.8  # as if thrown at random
+        places.append(place.float())
+        signs.append(sign)
+    assert (torch.corrcoef(torch.stack(places + signs)) - torch.eye(10)).abs().max() < 0.02
+
+
+def test_uniform_numbers_are_uniform_and_depend_on_all_of_the_key() -> None:
+    keys = [0, 1, 1 << 31, 1 << 32, 1 << 55]
+    draws = torch.stack([reference.uniform(100_000, key, torch.device("cpu")) for key in keys])
+    assert draws.min() >= 0 and draws.max() < 1
+    assert ((draws.mean(1) - 0.5).abs() < 0.005).all() and ((draws.var(1) * 12 - 1).abs() < 0.02).all()
+    assert (torch.corrcoef(torch.cat([draws, draws.roll(1, 1)])) - torch.eye(10)).abs().max() < 0.02
+
+
 @pytest.mark.parametrize("kernel", [cpu, reference])
 def test_encode_by_hand(kernel: kernels.Kernels) -> None:
     x = torch.tensor([0.0, -0.0, -1, 2, nan, -inf, inf, -3, 4, -5, 1, -1, 3])
@@ -191,6 +253,11 @@ def test_meta_takes_the_reference() -> None:
     kernels.decode_signs(scale, bits, 13, 8, out=x)
     places = kernels.top_k(x, 5)
     assert (places.shape, places.dtype, places.device.type) == ((5,), torch.int64, "meta")
+    scale, codes = kernels.encode_levels(x, 3, 13, 8, 5, key=1)
+    assert (scale.shape, codes.shape, codes.device.type) == ((3, 2), (3, 9), "meta")
+    kernels.add_levels(scale, codes, 13, 8, 5, x, 1.0, out=x)
+    sketch = kernels.count_sketch(x, 3, 7, key=1)
+    assert (sketch.shape, kernels.estimate(sketch, 39, key=1).shape) == ((3, 7), (39,))
 
 
 @pytest.mark.parametrize(

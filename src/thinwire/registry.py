@@ -14,10 +14,16 @@ from thinwire.methods.acp import ACP
 from thinwire.methods.dense import SSGD
 from thinwire.methods.dgc import DGC
 from thinwire.methods.dist_ef import DistEF, DistEFBlock
+from thinwire.methods.dq import DQ
+from thinwire.methods.ef_sign import EFSign
+from thinwire.methods.gs import GS
 from thinwire.methods.gtopk import GTopK
 from thinwire.methods.half import BF16, FP16
 from thinwire.methods.powersgd import PowerSGD
+from thinwire.methods.qsgd import QSGD
 from thinwire.methods.randk import RandK
+from thinwire.methods.sign_mv import SignMV
+from thinwire.methods.sketch import Sketch
 from thinwire.methods.topk import TopK
 
 
@@ -37,10 +43,16 @@ METHODS: dict[str, type[Recipe]] = {
     "acp": ACP,
     "dist-ef": DistEF,
     "dist-ef-block": DistEFBlock,
+    "sign-mv": SignMV,
+    "ef-sign": EFSign,
+    "qsgd": QSGD,
+    "dq": DQ,
     "topk": TopK,
     "randk": RandK,
     "dgc": DGC,
     "gtopk": GTopK,
+    "sketch": Sketch,
+    "gs": GS,
 }
 
 RULE_OPTIONS = [f.name for f in fields(Rule)]

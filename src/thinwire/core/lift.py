@@ -70,6 +70,47 @@ class Cast(Method):
         return Reduced(mean.to(x.dtype), sent=narrow), state
 
 
+@dataclass(frozen=True, slots=True)
+class MeanDecoded:
+    """The mean of what all workers' payloads stand for, summed in the order of their ranks."""
+
+    compressor: Compressor
+    payload: Payload  # each tensor (W, ...)
+    columns: int
+
+    def write(self, out: Tensor) -> None:
+        self._add(out.zero_(), 1.0)
+
+    def subtract(self, p: Tensor, out: Tensor) -> None:
+        self._add(out.copy_(p), -1.0)
+
+    def finite(self) -> bool:
+        return self.compressor.finite(self.payload)
+
+    def _add(self, out: Tensor, alpha: float) -> None:
+        world, flat = len(self.payload[0]), out.view(-1)
+        for i in range(world):
+            one = type(self.payload)(*(t[i : i + 1] for t in self.payload))
+            self.compressor.add(one, self.columns, flat, alpha / world, out=flat)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered(Method):
+    """One-way: every worker has every payload.   out = mean_i C(x_i)
+
+    The bytes grow with the number of workers, so a tensor that is not taken goes by all-reduce: where the method no
+    longer pays, all of them do.
+    """
+
+    compressor: Compressor
+
+    def reduce(self, x: Tensor, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        C, d = self.compressor, x.numel()
+        pushed = C.encode(x.flatten(), 1, d)
+        pulled = yield AllGather(type(pushed)(*(t[0] for t in pushed)))
+        return Reduced(MeanDecoded(C, pulled, d), sent=Decoded(C, pushed, d)), state
+
+
 class TwoWayState(NamedTuple):
     server_error: Tensor  # (size of my chunk,)
 
@@ -119,6 +160,11 @@ class TwoWay(Method):
     def dense(self) -> Method:
         # half the bytes, since what rounding takes away comes back through the errors
         return replace(self, compressor=Identity(torch.bfloat16))
+
+
+def gathered(compressor: Compressor) -> Method:
+    """Compressed all-gather, and the mean of what arrives."""
+    return Gathered(compressor)
 
 
 def two_way(compressor: Compressor, max_ratio: float | None = None) -> Method:

@@ -47,8 +47,13 @@ class Context:
         """eta_{t-1} / eta_t: what turns an error in last step's units into this step's."""
         return self.last_lr / self.lr if self.lr and self.last_lr else 1.0
 
+    def key(self, salt: str = "") -> int:
+        """56 bits that depend on (seed, name, salt) alone: alike on every worker and after a resume."""
+        digest = hashlib.blake2b(f"{self.seed}/{self.name}/{salt}".encode(), digest_size=7).digest()
+        return int.from_bytes(digest, "big")
+
     def randn(self, *shape: int, like: Tensor, salt: str = "") -> Tensor:
-        """Normal numbers that depend on (seed, name, salt) alone: alike on every worker and after a resume."""
+        """Normal numbers that depend on the key alone."""
         if like.is_meta:
             return like.new_empty(shape)
         return torch.randn(*shape, generator=self._generator(salt)).to(like)
@@ -61,8 +66,7 @@ class Context:
         return drawn.to(like.device)
 
     def _generator(self, salt: str) -> torch.Generator:
-        digest = hashlib.blake2b(f"{self.seed}/{self.name}/{salt}".encode(), digest_size=7).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        return torch.Generator().manual_seed(self.key(salt))
 
 
 class Method:

@@ -25,6 +25,22 @@ class Kernels(Protocol):
         self, scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor
     ) -> None: ...
 
+    def pack_bits(self, codes: Tensor, bits: int) -> Tensor: ...
+
+    def unpack_bits(self, packed: Tensor, bits: int, count: int) -> Tensor: ...
+
+    def encode_levels(
+        self, x: Tensor, rows: int, columns: int, block: int, bits: int, key: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def add_levels(
+        self, scale: Tensor, codes: Tensor, columns: int, block: int, bits: int, base: Tensor, alpha: float, out: Tensor
+    ) -> None: ...
+
+    def count_sketch(self, x: Tensor, rows: int, columns: int, key: int) -> Tensor: ...
+
+    def estimate(self, sketch: Tensor, d: int, key: int) -> Tensor: ...
+
     def top_k(self, x: Tensor, k: int) -> Tensor: ...
 
 
@@ -40,12 +56,38 @@ def add_signs(scale: Tensor, bits: Tensor, columns: int, block: int, base: Tenso
     _for(out).add_signs(scale, bits, columns, block, base, alpha, out)
 
 
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    return _for(codes).pack_bits(codes, bits)
+
+
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    return _for(packed).unpack_bits(packed, bits, count)
+
+
+def encode_levels(x: Tensor, rows: int, columns: int, block: int, bits: int, key: int) -> tuple[Tensor, Tensor]:
+    return _for(x).encode_levels(x, rows, columns, block, bits, key)
+
+
+def add_levels(
+    scale: Tensor, codes: Tensor, columns: int, block: int, bits: int, base: Tensor, alpha: float, out: Tensor
+) -> None:
+    _for(out).add_levels(scale, codes, columns, block, bits, base, alpha, out)
+
+
+def count_sketch(x: Tensor, rows: int, columns: int, key: int) -> Tensor:
+    return _for(x).count_sketch(x, rows, columns, key)
+
+
+def estimate(sketch: Tensor, d: int, key: int) -> Tensor:
+    return _for(sketch).estimate(sketch, d, key)
+
+
 def top_k(x: Tensor, k: int) -> Tensor:
     return _for(x).top_k(x, k)
 
 
 def _for(x: Tensor) -> Kernels:
-    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
+    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64, torch.uint8):
         from thinwire.kernels import cpu  # here, so that only its users pay for importing numba
 
         return cpu

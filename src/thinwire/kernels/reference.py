@@ -1,7 +1,8 @@
 """The kernels in plain torch: what each one means, on any device.
 
 A vector of d numbers is cut into rows of ``columns``, the last of which may be short or empty, and each row into blocks
-of ``block``, a multiple of 8. Each block has a scale and each number a bit, the first in the lowest bit of its byte.
+of ``block``, a multiple of 8. Each block has a scale and each number a code of a few bits; codes follow one another
+without gaps, the first in the lowest bits of the first byte.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+MASK = 0xFFFFFFFF
+
 
 def encode_signs(x: Tensor, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
     """x (d,) -> scale (rows, ceil(columns / block)): the mean magnitude of each block, 0 if it is empty;
     bits (rows, ceil(columns / 8)): 1 where x >= 0, and 0 where there is no number.
     """
     d, missing = len(x), rows * columns - len(x)
-    blocks = pad(pad(x, (0, missing)).view(rows, columns), (0, -columns % block)).view(rows, -1, block)
+    blocks = _blocks(x, rows, columns, block)
     real = torch.arange(rows * columns, device=x.device).view(rows, columns) < d
     count = pad(real, (0, -columns % block)).view(rows, -1, block).sum(-1)
     total = blocks.abs().sum(-1, dtype=torch.float64)  # so that the order of summation hardly shows
-    positive = pad(pad(x >= 0, (0, missing)).view(rows, columns), (0, -columns % 8))
-    bytewise = positive.view(rows, -1, 8).to(torch.uint8) << _shifts(x.device)
-    return (total / count.clamp(min=1)).to(x.dtype), bytewise.sum(-1, dtype=torch.uint8)
+    positive = pad(x >= 0, (0, missing)).view(rows, columns).to(torch.uint8)
+    return (total / count.clamp(min=1)).to(x.dtype), pack_bits(positive, 1)
 
 
 def decode_signs(scale: Tensor, bits: Tensor, columns: int, block: int, out: Tensor) -> None:
@@ -33,6 +35,97 @@ def decode_signs(scale: Tensor, bits: Tensor, columns: int, block: int, out: Ten
 def add_signs(scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor) -> None:
     """out (d,) = base + alpha times the decoded signs; ``out`` may be ``base``."""
     torch.add(base, _signs(scale * alpha, bits, columns, block)[: len(out)], out=out)
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """codes (rows, n), uint8 below 2**bits -> (rows, ceil(n * bits / 8))."""
+    each = (codes.unsqueeze(-1) >> _shifts(codes.device)[:bits]).bitwise_and_(1).flatten(-2)
+    bytewise = pad(each, (0, -each.shape[-1] % 8)).view(len(codes), -1, 8) << _shifts(codes.device)
+    return bytewise.sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The first ``count`` codes of each row: the inverse of ``pack_bits``."""
+    each = (packed.unsqueeze(-1) >> _shifts(packed.device)).bitwise_and_(1).flatten(-2)[:, : count * bits]
+    return (each.view(len(packed), count, bits) << _shifts(packed.device)[:bits]).sum(-1, dtype=torch.uint8)
+
+
+def encode_levels(x: Tensor, rows: int, columns: int, block: int, bits: int, key: int) -> tuple[Tensor, Tensor]:
+    """x (d,) -> scale (rows, ceil(columns / block)): the largest magnitude of each block;
+    codes (rows, ceil(columns * bits / 8)): |x| / scale in s = 2**(bits-1) - 1 levels, with x's sign, plus s.
+
+    A number between two levels goes up with the probability of its distance from the lower one, by the key's
+    ``uniform`` number at its place. A block without a finite scale above 0 has level 0 throughout.
+    """
+    s = 2 ** (bits - 1) - 1
+    values = _blocks(x, rows, columns, block)
+    scale = values.abs().amax(-1)
+    usable = ((scale > 0) & scale.isfinite()).unsqueeze(-1)
+    a = torch.where(usable, values.abs() / scale.unsqueeze(-1) * s, 0.0).flatten(1)[:, :columns]
+    u = uniform(rows * columns, key, x.device).view(rows, columns)
+    level = a.floor() + (u < a - a.floor())
+    signed = torch.where(values.flatten(1)[:, :columns] < 0, -level, level)
+    return scale, pack_bits((signed + s).to(torch.uint8), bits)
+
+
+def add_levels(
+    scale: Tensor, codes: Tensor, columns: int, block: int, bits: int, base: Tensor, alpha: float, out: Tensor
+) -> None:
+    """out (d,) = base + alpha times the decoded levels; ``out`` may be ``base``."""
+    s = 2 ** (bits - 1) - 1
+    levels = unpack_bits(codes, bits, columns).to(scale.dtype) - s
+    unit = (scale / s * alpha).repeat_interleave(block, -1)[:, :columns]
+    torch.add(base, (unit * levels).flatten()[: len(out)], out=out)
+
+
+def count_sketch(x: Tensor, rows: int, columns: int, key: int) -> Tensor:
+    """S (rows, columns), where number j of x (d,) is added to one place of each row, with a sign: both by a hash."""
+    sketch = x.new_zeros(rows, columns)
+    for r, salt in enumerate(row_keys(rows, key)):
+        place, sign = _hashed(len(x), columns, salt, x)
+        sketch[r].index_add_(0, place, x * sign)
+    return sketch
+
+
+def estimate(sketch: Tensor, d: int, key: int) -> Tensor:
+    """What a sketch of d numbers tells of each: the median over its rows, which are odd in number."""
+    rows, columns = sketch.shape
+    guesses = []
+    for r, salt in enumerate(row_keys(rows, key)):
+        place, sign = _hashed(d, columns, salt, sketch)
+        guesses.append(sketch[r][place] * sign)
+    return torch.stack(guesses).median(0).values
+
+
+def row_keys(rows: int, key: int) -> list[int]:
+    """32 bits for the hash of each row of a sketch."""
+    low, high = _mixed(torch.tensor([[key & MASK], [key >> 32]]) ^ torch.arange(rows))
+    keys: list[int] = (_mixed(low) ^ high).tolist()
+    return keys
+
+
+def _hashed(d: int, columns: int, salt: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    bits = _mixed(_mixed(torch.arange(d, device=like.device)) ^ salt)
+    return (bits >> 1) * columns >> 31, 1 - 2 * (bits & 1).to(like.dtype)
+
+
+def uniform(count: int, key: int, device: torch.device) -> Tensor:
+    """Numbers in [0, 1), in steps of 2**-24, that depend on the key and the place alone."""
+    j = torch.arange(count, device=device)
+    bits = _mixed(_mixed(_mixed(j) ^ (key & MASK)) ^ (key >> 32))
+    return (bits >> 8).to(torch.float32) * 2**-24
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A permutation of 32-bit numbers that leaves no pattern, on int64."""
+    x = ((x ^ x >> 16) * 0x7FEB352D) & MASK
+    x = ((x ^ x >> 15) * 0x846CA68B) & MASK
+    return x ^ x >> 16
+
+
+def _blocks(x: Tensor, rows: int, columns: int, block: int) -> Tensor:  # (rows, ceil(columns / block), block)
+    padded = pad(x, (0, rows * columns - len(x))).view(rows, columns)
+    return pad(padded, (0, -columns % block)).view(rows, -1, block)
 
 
 def top_k(x: Tensor, k: int) -> Tensor:
@@ -50,7 +143,7 @@ def top_k(x: Tensor, k: int) -> Tensor:
 
 
 def _signs(scale: Tensor, bits: Tensor, columns: int, block: int) -> Tensor:
-    positive = (bits.unsqueeze(-1) >> _shifts(bits.device)).bitwise_and_(1).flatten(-2)[:, :columns].bool()
+    positive = unpack_bits(bits, 1, columns).bool()
     scale = scale.repeat_interleave(block, -1)[:, :columns]
     return torch.where(positive, scale, -scale).flatten()
 
