@@ -43,22 +43,24 @@ def _lab(env, started):
 
 
 def test_ten_labs_killed_at_any_moment_leave_nothing(traces, tmp_path):
+    """Half of them while they may still be building their network, half with all hosts at work."""
     moments = random.Random(0)
-    seen = set()
-    for _ in range(10):
+    outside = {os.readlink("/proc/self/ns/net")}
+    for number in range(10):
         started = _context.Event()
         process = _context.Process(target=_lab, args=({MARK: traces, "TMPDIR": str(tmp_path)}, started))
         process.start()
         assert started.wait(60)
-        time.sleep(moments.uniform(0, 0.4))
-        seen |= networks(processes(traces))
+        if number % 2:
+            assert wait_until(lambda: len(networks(processes(traces)) - outside) == 4, 30), "three hosts and a switch"
+        else:
+            time.sleep(moments.uniform(0, 0.3))
+        inside = networks(processes(traces)) - outside
         process.kill()
         process.join()
         process.close()
-    seen -= {os.readlink("/proc/self/ns/net")}
-    assert len(seen) > 10, "the labs were killed before they had hosts"
-    assert wait_until(lambda: not processes(traces)), processes(traces)
-    assert wait_until(lambda: not seen & everywhere())
+        assert wait_until(lambda: not processes(traces)), processes(traces)
+        assert wait_until(lambda inside=inside: not inside & everywhere())
 
 
 def test_success_and_failure_leave_nothing(traces):
