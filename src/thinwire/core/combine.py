@@ -110,61 +110,20 @@ class Clip(Local):
         return self.inner.reduce(x.mul_((self.limit / x.norm()).clamp(max=1)), state, ctx)
 
 
-class NesterovState(NamedTuple):
-    momentum: Tensor
-    inner: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Nesterov(Local):
-    """The worker's momentum, before compression:   m = mu m + g;   x = mu m + g"""
-
-    mu: float
-    inner: Method
-
-    def init(self, x: Tensor, ctx: Context) -> NesterovState:
-        return NesterovState(torch.zeros_like(x), self.inner.init(x, ctx))
-
-    def reduce(self, x: Tensor, state: NesterovState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
-        m = torch.add(x, state.momentum, alpha=self.mu)
-        out, inner = yield from self.inner.reduce(x.add_(m, alpha=self.mu), state.inner, ctx)
-        return out, NesterovState(m, inner)
-
-    def withheld(self, x: Tensor, state: NesterovState, ctx: Context) -> Tensor:
-        return self.inner.withheld(x, state.inner, ctx)
-
-    def refund(self, state: NesterovState, amount: Tensor) -> NesterovState:
-        return state._replace(inner=self.inner.refund(state.inner, amount))
-
-    def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> NesterovState:
-        momentum = torch.stack([s.momentum for s in states]).mean(0)
-        return NesterovState(momentum, self.inner.resize(x, [s.inner for s in states], ctx))
-
-
 class MomentumState(NamedTuple):
     momentum: Tensor
     inner: Any
 
 
 @dataclass(frozen=True, slots=True)
-class MomentumCorrection(Local):
-    """The worker's momentum, before compression:   u = mu u + g;   x = u;   u = 0 at the coordinates that were sent.
-
-    A dense tensor, or a dense step, is not cut: there it is the momentum that the optimizer has left to the method.
-    """
+class Momentum(Local):
+    """A worker's momentum, before compression."""
 
     mu: float
     inner: Method
 
     def init(self, x: Tensor, ctx: Context) -> MomentumState:
         return MomentumState(torch.zeros_like(x), self.inner.init(x, ctx))
-
-    def reduce(self, x: Tensor, state: MomentumState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
-        u = torch.add(x, state.momentum, alpha=self.mu, out=x.new_empty(x.shape))
-        out, inner = yield from self.inner.reduce(x.copy_(u), state.inner, ctx)
-        if ctx.lr != 0 and isinstance(out.sent, Sparse):  # at a rate of 0 nothing of it is applied
-            out.sent.clear(u)
-        return out, MomentumState(u, inner)
 
     def withheld(self, x: Tensor, state: MomentumState, ctx: Context) -> Tensor:
         return self.inner.withheld(x, state.inner, ctx)
@@ -175,6 +134,31 @@ class MomentumCorrection(Local):
     def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> MomentumState:
         momentum = torch.stack([s.momentum for s in states]).mean(0)
         return MomentumState(momentum, self.inner.resize(x, [s.inner for s in states], ctx))
+
+
+@dataclass(frozen=True, slots=True)
+class Nesterov(Momentum):
+    """m = mu m + g;   x = mu m + g"""
+
+    def reduce(self, x: Tensor, state: MomentumState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        m = torch.add(x, state.momentum, alpha=self.mu)
+        out, inner = yield from self.inner.reduce(x.add_(m, alpha=self.mu), state.inner, ctx)
+        return out, MomentumState(m, inner)
+
+
+@dataclass(frozen=True, slots=True)
+class MomentumCorrection(Momentum):
+    """u = mu u + g;   x = u;   u = 0 at the coordinates that were sent.
+
+    A dense tensor, or a dense step, is not cut: there it is the momentum that the optimizer has left to the method.
+    """
+
+    def reduce(self, x: Tensor, state: MomentumState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        u = torch.add(x, state.momentum, alpha=self.mu, out=x.new_empty(x.shape))
+        out, inner = yield from self.inner.reduce(x.copy_(u), state.inner, ctx)
+        if ctx.lr != 0 and isinstance(out.sent, Sparse):  # at a rate of 0 nothing of it is applied
+            out.sent.clear(u)
+        return out, MomentumState(u, inner)
 
 
 @dataclass(frozen=True, slots=True)
