@@ -178,7 +178,19 @@ def _branches(rank, world, spec):
     return {name: (applied[name] + owed[name] - put_in[name]).abs().max().item() for name in applied}
 
 
-@pytest.mark.parametrize("spec", ["dense", "acp:rank=2", "powersgd:rank=2", "dist-ef-block", "dist-ef"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "dense",
+        "acp:rank=2",
+        "powersgd:rank=2",
+        "dist-ef-block",
+        "dist-ef",
+        "topk",
+        "randk:ratio=0.1",
+        "gtopk:ratio=0.1",
+    ],
+)
 def test_an_unused_parameter_loses_nothing(spec):
     """What DDP drops for a branch that no rank used was never spent."""
     for left in workers.run(_branches, 2, spec):

@@ -44,7 +44,8 @@ def _stumble(rank, _world):
     for step in range(2):
         model(gradients(rank, step)).backward()
     first = _outcome(lambda: model(gradients(rank, 2)).backward())
-    time.sleep(1)  # the failed rank stays: the others must not need its death
+    if rank == 1:
+        time.sleep(15)  # the failed rank stays: the others must not need its death
     return first
 
 
@@ -53,7 +54,7 @@ def test_an_error_in_the_hook_reaches_every_rank():
         assert kind == "RuntimeError"
         for word in ("Faulty()", "bucket", "rank 1", "ArithmeticError", "stumbled"):
             assert word in message
-        assert seconds < 20
+        assert seconds < 12
 
 
 def _die(rank, _world, how):

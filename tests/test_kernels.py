@@ -203,6 +203,40 @@ def test_wrong_shapes_are_refused() -> None:
         cpu.add_signs(scale, bits, 24, 24, torch.empty(47), 1.0, out)
 
 
+@st.composite
+def magnitudes(draw: st.DrawFn) -> tuple[Tensor, int]:
+    """Few different ones, so that many are equal, or many, of all sizes."""
+    dtype, d = draw(dtypes), draw(st.integers(1, 60))
+    few = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-40, 2.0, inf, -inf, nan, -nan])
+    elements = draw(st.sampled_from([few, st.floats(width=np.finfo(dtype).bits)]))
+    return torch.from_numpy(draw(arrays(dtype, d, elements=elements))), draw(st.integers(1, d))
+
+
+@relaxed
+@given(magnitudes())
+def test_top_k_equals_reference(case: tuple[Tensor, int]) -> None:
+    x, k = case
+    size = [inf if value != value else abs(value) for value in x.tolist()]
+    expected = sorted(sorted(range(len(x)), key=lambda i: (-size[i], i))[:k])
+    assert cpu.top_k(x, k).tolist() == reference.top_k(x, k).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("k", [1, 3_000, 299_999, 300_001])
+def test_top_k_of_many(dtype: torch.dtype, k: int) -> None:
+    x = torch.randn(300_001, dtype=dtype, generator=torch.Generator().manual_seed(0)).pow(3)
+    for vector in (x, x.round(), x.expand(2, -1).mT.flatten()[::2]):
+        places = cpu.top_k(vector, k)
+        assert torch.equal(places, reference.top_k(vector, k))
+        assert vector[places].abs().min() == vector.abs().topk(k).values[-1]
+
+
+def test_top_k_refuses_more_than_there_are() -> None:
+    for k in (0, 4):
+        with pytest.raises(AssertionError):
+            cpu.top_k(torch.ones(3), k)
+
+
 def test_threads_agree() -> None:
     x = torch.randn(200_004, generator=torch.Generator().manual_seed(0))
     scale, bits = cpu.encode_signs(x, 4, 50_001, 1024)
@@ -222,6 +256,8 @@ def test_meta_takes_the_reference() -> None:
     kernels.add_levels(scale, codes, 13, 8, 5, x, 1.0, out=x)
     sketch = kernels.count_sketch(x, 3, 7, key=1)
     assert (sketch.shape, kernels.estimate(sketch, 39, key=1).shape) == ((3, 7), (39,))
+    places = kernels.top_k(x, 5)
+    assert (places.shape, places.dtype, places.device.type) == ((5,), torch.int64, "meta")
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,10 @@ def _load_owing(rank, world, spec, dicts, as_list):
     return before, sync.state_dict()["step"], records.messages, flat(model)
 
 
-@pytest.mark.parametrize("spec", ["acp:rank=2", "powersgd:rank=2", "dist-ef-block:momentum=0.9", "dist-ef"])
+@pytest.mark.parametrize(
+    "spec",
+    ["acp:rank=2", "powersgd:rank=2", "dist-ef-block:momentum=0.9", "dist-ef", "dgc:ratio=0.1", "gtopk:ratio=0.1"],
+)
 @pytest.mark.parametrize(("old", "new", "as_list"), [(4, 2, True), (2, 4, True), (2, 3, False), (3, 1, True)])
 def test_another_number_of_workers_keeps_the_mean_of_what_is_owed(spec, old, new, as_list):
     saved = workers.run(_save_owing, old, spec)

@@ -139,11 +139,9 @@ def _delivered(requests: Sequence[Any], answer: Tensor) -> Iterator[Any]:
             continue
         parts = []
         for t in request.payload:
-            start, starts[request.source] = (
-                starts[request.source],
-                starts[request.source] + t.numel() * t.element_size(),
-            )
-            parts.append(answer[start : starts[request.source]].clone().view(t.dtype).view(t.shape))
+            start, size = starts[request.source], t.numel() * t.element_size()
+            parts.append(answer[start : start + size].clone().view(t.dtype).view(t.shape))
+            starts[request.source] += size
         yield type(request.payload)(*parts)
 
 

@@ -37,7 +37,7 @@ class DGC(TopK):
     momentum: float = 0.9
     """Momentum on each worker; the optimizer's own is then 0."""
     clip: float = 0.0
-    """Most norm of a tensor's gradient over all workers, each worker's being this over sqrt(W); 0 for no limit."""
+    """Most norm of a tensor's gradient, of which a worker has the share 1/sqrt(W); 0 for no limit."""
     warmup_steps: int = 100
     """Steps over which the share falls from a quarter to ``ratio``."""
 
@@ -66,7 +66,7 @@ class DGC(TopK):
 
 @dataclass(frozen=True, slots=True)
 class LocalClip(Clip):
-    """Clips so that the sum of W independent gradients would have a norm of W * ``limit`` / sqrt(W) at most."""
+    """At ``limit`` / sqrt(W): the norm of a sum of W independent gradients grows with sqrt(W)."""
 
     def reduce(self, x: Tensor, state: Any, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         return Clip(self.limit / math.sqrt(ctx.world), self.inner).reduce(x, state, ctx)

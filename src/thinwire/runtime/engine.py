@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -161,6 +162,7 @@ class Engine:
         self.telemetry.counters.seconds_communicating += now - job.issued
         for collective in job.collectives:
             self.telemetry.communicated(collective, self.transport.world, job.label, job.issued, now)
+        job.pending.clear()
         return answers
 
     def _account(self) -> None:
@@ -173,12 +175,16 @@ class Engine:
 
     def _fail(self, job: Job, error: Exception) -> None:
         """Tell every rank, then fail this job and all that wait behind it."""
+        jobs = list(self._jobs) if job in self._jobs else [*self._jobs, job]
+        self._jobs.clear()
         where = f"{self._label}, {job.label}, rank {self.transport.rank}"
+        # a work that anything still holds, be it a traceback's frame, would keep the group's connections open
+        for waiting in jobs:
+            waiting.pending.clear()
+        traceback.clear_frames(error.__traceback__)
         reason = self.transport.report_failure(f"{where}: {type(error).__name__}: {error}")
         self.error = ExchangeError(reason)
         self.error.__cause__ = error
-        jobs = list(self._jobs) if job in self._jobs else [*self._jobs, job]
-        self._jobs.clear()
         for waiting in jobs:
             waiting.fail(self.error)
 
