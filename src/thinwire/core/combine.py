@@ -117,18 +117,13 @@ class MomentumState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Momentum(Local):
-    """The worker's momentum, before compression:   m = mu m + (1 - mu) g;   x = m"""
+    """A worker's momentum, before compression."""
 
     mu: float
     inner: Method
 
     def init(self, x: Tensor, ctx: Context) -> MomentumState:
         return MomentumState(torch.zeros_like(x), self.inner.init(x, ctx))
-
-    def reduce(self, x: Tensor, state: MomentumState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
-        m = torch.lerp(x, state.momentum, self.mu)
-        out, inner = yield from self.inner.reduce(x.copy_(m), state.inner, ctx)
-        return out, MomentumState(m, inner)
 
     def withheld(self, x: Tensor, state: MomentumState, ctx: Context) -> Tensor:
         return self.inner.withheld(x, state.inner, ctx)
@@ -142,8 +137,18 @@ class Momentum(Local):
 
 
 @dataclass(frozen=True, slots=True)
+class RunningMean(Momentum):
+    """m = mu m + (1 - mu) g;   x = m"""
+
+    def reduce(self, x: Tensor, state: MomentumState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        m = torch.lerp(x, state.momentum, self.mu)
+        out, inner = yield from self.inner.reduce(x.copy_(m), state.inner, ctx)
+        return out, MomentumState(m, inner)
+
+
+@dataclass(frozen=True, slots=True)
 class Nesterov(Momentum):
-    """Nesterov's:   m = mu m + g;   x = mu m + g"""
+    """m = mu m + g;   x = mu m + g"""
 
     def reduce(self, x: Tensor, state: MomentumState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         m = torch.add(x, state.momentum, alpha=self.mu)
@@ -253,9 +258,9 @@ def error_feedback(method: Method, max_ratio: float | None = None) -> Method:
     return ErrorFeedback(method, max_ratio)
 
 
-def momentum(mu: float, method: Method) -> Method:
+def running_mean(mu: float, method: Method) -> Method:
     """The running mean of each worker's gradients, in place of the last one."""
-    return Momentum(mu, method) if mu else method
+    return RunningMean(mu, method) if mu else method
 
 
 def nesterov(mu: float, method: Method) -> Method:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from thinwire import kernels
-from thinwire.core.combine import momentum
+from thinwire.core.combine import running_mean
 from thinwire.core.method import Context, Method, Reduced, State
 from thinwire.core.requests import AllGather, AllToAll, Exchange
 from thinwire.core.value import finite
@@ -70,7 +70,7 @@ class SignMV(Method):
             raise ValueError(f"momentum must be in [0, 1), not {self.momentum}")
 
     def method(self) -> Method:
-        return momentum(self.momentum, self)
+        return running_mean(self.momentum, self)
 
     def reduce(self, x: Tensor, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         W, d = ctx.world, x.numel()

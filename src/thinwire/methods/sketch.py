@@ -11,7 +11,8 @@ s_r(j) S[r, h_r(j)] estimates x_j, wrong by about |x|_2 / sqrt(cols). So the ske
 of all the rest; its size does not depend on the number of workers. Bytes: 2(W-1)/W 4 (rows cols + p2 k).
 
 Departure: all-reduces take the place of the parameter server. p2 is 8, and cols by default 16 k, at which 0.9 of the
-true top k of a gradient with a heavy tail are found. The hashes are new at each step, so that no two coordinates are
+true top k of a vector with a heavy tail are found. v has less of a tail than the gradient, since its largest numbers
+are taken off at each step; there fewer are found. The hashes are new at each step, so that no two coordinates are
 confused for ever.
 """
 
