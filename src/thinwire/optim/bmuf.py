@@ -24,7 +24,7 @@ from thinwire.registry import Recipe
 class BMUF(SlowMo):
     """Local steps of any optimizer, then an average of the parameters with a momentum of blocks, in their own units.
 
-    base: The optimizer that each worker steps by, on its own gradients; on the command line sgd or adam.
+    base: What each worker steps by, on its own gradients; on the command line its options may be given too.
     period: Steps of a block.
     block_momentum: Of the blocks' updates; the paper has 1 - 1 / workers.
     block_lr: Share of a block's update that is applied.

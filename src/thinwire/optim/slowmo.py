@@ -29,7 +29,7 @@ Buffers = Literal["keep", "reset", "average"]
 class SlowMo(Optimizer):
     """Local steps of any optimizer, then an average of the parameters with a slow momentum.
 
-    base: The optimizer that each worker steps by, on its own gradients; on the command line sgd or adam.
+    base: What each worker steps by, on its own gradients; on the command line its options may be given too.
     period: Steps from one average to the next.
     slow_momentum: Of the averages' differences.
     slow_lr: Share of the slow update that is applied.
@@ -144,7 +144,7 @@ class SlowMo(Optimizer):
 class LocalSGD(SlowMo):
     """Local steps of any optimizer, then the plain average of the parameters.
 
-    base: The optimizer that each worker steps by, on its own gradients; on the command line sgd or adam.
+    base: What each worker steps by, on its own gradients; on the command line its options may be given too.
     period: Steps from one average to the next.
     buffers: What becomes of the base's momenta at an average: keep, reset or average, uncompressed.
     exchange: The method that the differences are averaged by; on the command line, local-sgd+method.
