@@ -44,7 +44,8 @@ def attach(
     if sync.averager is None:
         ddp.register_comm_hook(sync, comm_hook)
     else:
-        ddp.require_backward_grad_sync = False  # stops the broadcast of buffers before each forward, too
+        # the second is the broadcast of buffers before a forward: rank 0's would replace those of a resumed run
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
     return sync
 
 
