@@ -190,7 +190,9 @@ def test_nothing_is_sent_between_averages(runs, name):
     assert len(runs[name][0]["rounds"]) == averages
     assert stats["steps"] == len(case.rates)
     numbers = sum(p.numel() for p in network().parameters())
-    assert stats["bytes_dense"] == pytest.approx(len(case.rates) * 2 * (case.world - 1) / case.world * 8 * numbers, 1e-3)
+    assert stats["bytes_dense"] == pytest.approx(
+        len(case.rates) * 2 * (case.world - 1) / case.world * 8 * numbers, 1e-3
+    )
     if case.options.get("exchange", "dense") == "dense" and case.options.get("buffers") != "average":
         assert stats["collectives"] == averages
         assert stats["bytes_sent"] * len(case.rates) == pytest.approx(stats["bytes_dense"] * averages, 1e-3)
