@@ -14,6 +14,7 @@ import thinwire as tw
 from tests import workers
 from tests.methods.test_dist_ef_sgdm import assert_same_parameters, loss_of, network, parameters_of
 from thinwire.optim import SlowMo
+from thinwire.runtime import synchronizer
 
 torch.set_num_threads(1)
 
@@ -29,6 +30,7 @@ class Case:
     base: tuple[Any, dict[str, Any]] = SGD
     world: int = 2
     kind: Any = SlowMo
+    bucket: int = synchronizer.BUCKET
 
     def optimizer(self, parameters):
         kind, options = self.base
@@ -52,6 +54,9 @@ CASES = {
     "one bit": Case([0.1] * 12, {"exchange": "dist-ef-block"}),
     "one bit of three": Case([0.1] * 12, {"exchange": "dist-ef-block", "slow_momentum": 0.0}, world=3),
     "one bit of the whole": Case([0.1] * 6, {"exchange": "dist-ef"}),
+    "dense, in pieces": Case([0.1] * 6, {"buffers": "average"}, world=3, bucket=400),
+    "low rank, in pieces": Case([0.1] * 12, {"exchange": "acp:rank=1"}, bucket=400),
+    "the whole, in pieces": Case([0.1] * 6, {"exchange": "dist-ef"}, bucket=400),
 }
 
 
@@ -70,6 +75,7 @@ def spied(opt):
 
 
 def run_case(rank, case):
+    synchronizer.BUCKET = case.bucket
     model = DDP(network(), bucket_cap_mb=0.0005)
     opt = case.optimizer(model.parameters())
     sync = tw.attach(model, opt)
@@ -196,6 +202,11 @@ def test_nothing_is_sent_between_averages(runs, name):
     if case.options.get("exchange", "dense") == "dense" and case.options.get("buffers") != "average":
         assert stats["collectives"] == averages
         assert stats["bytes_sent"] * len(case.rates) == pytest.approx(stats["bytes_dense"] * averages, 1e-3)
+
+
+def test_large_models_go_in_several_buckets(runs):
+    apart, together = (runs[name][0]["stats"]["collectives"] for name in ("low rank, in pieces", "low rank"))
+    assert apart > 2 * together
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.options.get("exchange") != "dist-ef"])
