@@ -16,6 +16,7 @@ CASES = {
     "classic": Case(FALLING, {"block_momentum": 0.6, "block_lr": 0.9}, kind=BMUF),
     "nesterov": Case(FALLING, {"block_momentum": 0.6, "block_lr": 0.9, "nesterov": True}, kind=BMUF, world=3),
     "from zero": Case([0.0] * 3 + FALLING, kind=BMUF),
+    "kept": Case(FALLING, {"buffers": "keep"}, kind=BMUF),
     "low rank": Case(FALLING, {"nesterov": True, "exchange": "acp:rank=1"}, kind=BMUF),
     "one bit": Case(FALLING, {"exchange": "dist-ef-block"}, kind=BMUF, world=3),
     "slowmo": Case([0.1] * 12, {"slow_momentum": 0.7, "slow_lr": 0.8}),
@@ -30,7 +31,14 @@ def runs():
 
 def paper_run(case):
     """The algorithm for all workers, with W and W_g apart: every worker's parameters after each step."""
-    option = {"period": 3, "block_momentum": 0.5, "block_lr": 1.0, "nesterov": False, "exchange": "dense"}
+    option = {
+        "period": 3,
+        "block_momentum": 0.5,
+        "block_lr": 1.0,
+        "nesterov": False,
+        "exchange": "dense",
+        "buffers": "reset",
+    }
     option |= case.options
     eta, zeta = option["block_momentum"], option["block_lr"]
     workers, history = Replicas(case), []
@@ -48,6 +56,7 @@ def paper_run(case):
                 W[name] = W[name] + D[name]
                 start[name] = W[name] + eta * D[name] if option["nesterov"] else W[name]
             workers.put(start)
+            workers.treat(option["buffers"])
         history.append(workers.parameters())
     return history
 

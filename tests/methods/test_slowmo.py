@@ -46,7 +46,7 @@ CASES = {
     "local": Case([0.1] * 9, {"slow_momentum": 0.0}),
     "synchronous": Case([0.1] * 6, {"slow_momentum": 0.0, "period": 1}, PLAIN, world=3),
     "adam": Case([0.01] * 9, base=ADAM),
-    "adam, reset": Case([0.01] * 9, {"buffers": "reset"}, ADAM),
+    "adam, kept": Case([0.01] * 9, {"buffers": "keep"}, ADAM),
     "adam, averaged": Case([0.01] * 9, {"buffers": "average"}, ADAM),
     "momentum averaged": Case([0.1] * 9, {"buffers": "average"}),
     "low rank": Case([0.1] * 12, {"exchange": "acp:rank=1"}),
@@ -152,7 +152,7 @@ class Replicas:
 
 def paper_run(case):
     """The algorithm for all workers: every worker's parameters after each step."""
-    option = {"period": 3, "slow_momentum": 0.5, "slow_lr": 1.0, "buffers": "keep", "exchange": "dense"} | case.options
+    option = {"period": 3, "slow_momentum": 0.5, "slow_lr": 1.0, "buffers": "reset", "exchange": "dense"} | case.options
     workers, history = Replicas(case), []
     exchange = tw.Simulation(option["exchange"], case.world)
     x = workers.parameters()[0]

@@ -40,7 +40,7 @@ class BMUF(SlowMo):
         block_momentum: float = 0.5,
         block_lr: float = 1.0,
         nesterov: bool = False,
-        buffers: Buffers = "keep",
+        buffers: Buffers = "reset",
         exchange: str | Recipe | Method = "dense",
     ) -> None:
         if not 0 <= block_momentum < 1:

@@ -6,7 +6,8 @@
 gamma is the base's learning rate. beta = 0 and alpha = 1 is local SGD: x_0 = mean_i x_i.
 
 Departure: what is averaged is x_0 - x_i, so that any method with error feedback can do it. gamma is the mean of the
-period's rates, which a schedule may change. A period at a rate of 0 leaves u as it was.
+period's rates, which a schedule may change. A period at a rate of 0 leaves u as it was. The base's momenta start each
+period afresh by default: kept, they and the slow momentum push the same way twice.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class SlowMo(Optimizer):
         period: int = 12,
         slow_momentum: float = 0.5,
         slow_lr: float = 1.0,
-        buffers: Buffers = "keep",
+        buffers: Buffers = "reset",
         exchange: str | Recipe | Method = "dense",
     ) -> None:
         if type(period) is not int or period < 1:
