@@ -56,6 +56,11 @@ def test_help_ends_with_examples(command):
         (["adam+acpp"], ["acpp"]),
         (["adm+acp"], ["adm", "adam"]),
         (["apm:warmup_steps=0"], ["warmup_steps"]),
+        (["slowmo:period=0"], ["period", "at least 1"]),
+        (["slowmo:base=adm"], ["adm", "adam"]),
+        (["slowmo:base=sgd,betas=0.9/0.9"], ["betas", "momentum", "slow_momentum"]),
+        (["slowmo+dist-ef-block:momentum=0.9"], ["momentum", "of its own"]),
+        (["root-sgd:burn_in=0"], ["burn_in", "at least 1"]),
         (["acp", "--workers", "0"], ["workers", "at least 1"]),
         (["acp", "--steps", "0"], ["steps"]),
         (["acp", "--lr", "-1"], ["lr"]),
@@ -110,13 +115,43 @@ def test_every_form_of_method_trains(tmp_path, text, method):
     assert result["warm_up_over"]
 
 
+@pytest.mark.parametrize(
+    ("method", "saving"),
+    [
+        ("slowmo:period=4", 4),
+        ("slowmo:period=4,base=sgd,momentum=0.5,slow_lr=0.9+acp:rank=2", 20),
+        ("local-sgd:period=2,buffers=average+bf16", 3),
+        ("bmuf:period=4,block_momentum=0.3,nesterov=true", 4),
+        ("root-sgd:burn_in=2+acp:rank=2", 5),
+    ],
+)
+def test_local_steps_and_compression_multiply(tmp_path, text, method, saving):
+    out = tmp_path / "out.json"
+    done = thinwire("train", method, *TINY, "--data", text, "--steps", 22, "--json", out)
+    assert done.returncode == 0, done.stderr
+    result = figures(out)
+    assert result["losses"][-1] < result["losses"][0]
+    assert result["dense_bytes_per_step"] == pytest.approx(4 * result["parameters"], rel=1e-3)
+    if "average" not in method:
+        assert result["dense_bytes_per_step"] > 0.99 * saving * result["bytes_per_step"]
+        assert result["bytes_last_step"] > 0
+
+
 def test_a_warm_up_that_outlasts_the_run_is_mentioned(text):
     done = thinwire("train", "apm:warmup_steps=50", *TINY, "--data", text, "--steps", 3)
     assert done.returncode == 0
     assert "outlasted" in done.stdout
 
 
-@pytest.mark.parametrize("method", ["dist-ef-block:momentum=0.9", "apm:warmup_steps=6+acp:rank=2"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "dist-ef-block:momentum=0.9",
+        "apm:warmup_steps=6+acp:rank=2",
+        "slowmo:period=7+acp:rank=2",
+        "root-sgd:burn_in=3+acp:rank=2",
+    ],
+)
 def test_killed_and_resumed_is_as_if_never_killed(tmp_path, text, method):
     """SIGKILL to every process in the middle; then resume from the last checkpoint."""
     common = ["train", method, *TINY, "--data", str(text), "--steps", "60", "--seed", "3"]

@@ -175,6 +175,21 @@ def test_baselines_show_their_communication(runs):
     assert any(span["lane"] == "compress" for span in theirs["timeline"])
 
 
+def test_a_method_that_communicates_now_and_then_is_timed_by_whole_periods(tmp_path, text):
+    out = tmp_path / "out.json"
+    options = ["--data", text, "--steps", 8, "--repeats", 1, "--json", out]
+    thinwire("ddp", "local-sgd:period=4", "root-sgd:burn_in=2", *TINY, *options)
+    ddp, local, root = json.loads(out.read_text())["runs"]
+    assert local["payload_bytes_per_step"] == pytest.approx(ddp["payload_bytes_per_step"] / 4, rel=1e-3)
+    assert local["warmup_steps"] == 0
+    assert local["step_ms"] == pytest.approx(1e3 * local["seconds"][-1] / 8, rel=1e-6), (
+        "of two periods the median is the mean"
+    )
+    assert root["payload_bytes_per_step"] == pytest.approx(ddp["payload_bytes_per_step"], rel=1e-3)
+    names = [span["name"] for span in root["timeline"] if span["lane"] == "compute"]
+    assert names.count("forward") == names.count("backward") == 2
+
+
 def test_towards_a_target_each_stops_when_it_is_there(tmp_path, text):
     out = tmp_path / "out.json"
     options = ["--steps", 60, "--repeats", 1, "--target-loss", 4.5, "--lr", 0.003, "--data", text, "--json", out]

@@ -16,7 +16,7 @@ from thinwire import spec as grammar
 from thinwire.core.combine import Rule
 from thinwire.optim import OPTIMIZERS
 from thinwire.registry import METHODS
-from thinwire.workloads.optimizers import BASES
+from thinwire.workloads.optimizers import BASES, WRAPPERS
 
 
 @click.command()
@@ -45,10 +45,10 @@ def _table(title: str, rows: dict[str, Any]) -> Table:
         table.add_column(column, overflow="fold")
     for name, cls in rows.items():
         docs = field_docs(cls)
-        options = [
-            f"[bold]{key}[/]={default!s} {docs.get(key, '')}".rstrip()
-            for key, default in grammar.options_of(cls).items()
-        ]
+        defaults = grammar.options_of(cls)
+        if name in WRAPPERS:
+            defaults = {"base": "sgd|adam"} | defaults
+        options = [f"[bold]{key}[/]={default!s} {docs.get(key, '')}".rstrip() for key, default in defaults.items()]
         table.add_row(f"[bold]{name}[/]", inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0], "\n".join(options))
     return table
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -154,3 +154,29 @@ class Owner(Protocol):
 
     def outgoing(self, parameter: Tensor, grad: Tensor) -> Tensor:
         """What to average in place of this worker's gradient; may reuse its memory."""
+
+
+class Workers(Protocol):
+    """All workers, as an optimizer sees them that decides itself what to average, and when."""
+
+    def average(self, tensors: Mapping[Tensor, Tensor], exact: Sequence[Tensor] = ()) -> dict[Tensor, Tensor]:
+        """The means of ``tensors``, one for each parameter, by the optimizer's method; wait for them.
+
+        ``exact`` are averaged too, in place and uncompressed.
+        """
+
+    def skip(self) -> None:
+        """A step at which nothing is averaged."""
+
+    def buffers(self) -> list[Tensor]:
+        """Of the model, such as the running statistics of batch norm."""
+
+
+@runtime_checkable
+class Averager(Protocol):
+    """An optimizer that steps on its worker's own gradients, and averages what it likes when it likes."""
+
+    method: Method
+    """How."""
+    workers: Workers | None
+    """Set when a synchronizer has taken charge of the exchange."""

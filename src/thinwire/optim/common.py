@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from thinwire.core.combine import Local
-from thinwire.core.method import Method
+from thinwire.core.method import Averager, Method, Workers
 from thinwire.registry import Recipe, resolve
 
 
@@ -36,6 +36,14 @@ def check_attached(optimizer: Any) -> None:
     if not optimizer.attached:
         kind = type(optimizer).__name__
         raise RuntimeError(f"{kind} exchanges its momentum itself: call thinwire.attach(ddp, optimizer) first")
+
+
+def workers_of(optimizer: Averager) -> Workers:
+    """The workers that an attached optimizer averages with."""
+    if optimizer.workers is None:
+        kind = type(optimizer).__name__
+        raise RuntimeError(f"{kind} averages over the workers itself: call thinwire.attach(ddp, optimizer) first")
+    return optimizer.workers
 
 
 def evaluate(closure: Callable[[], Any] | None) -> Any:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.core.method import Method, Owner
+from thinwire.core.method import Averager, Method, Owner
 from thinwire.registry import Recipe
 from thinwire.runtime.synchronizer import Bucket, Part, Synchronizer
 from thinwire.runtime.transport import Transport
@@ -17,21 +17,22 @@ from thinwire.runtime.transport import Transport
 
 def attach(
     ddp: DistributedDataParallel,
-    method: str | Recipe | Method | Owner,
+    method: str | Recipe | Method | Owner | Averager,
     optimizer: torch.optim.Optimizer | None = None,
     seed: int = 0,
 ) -> Synchronizer:
     """Average ``ddp``'s gradients by ``method`` from now on; every rank calls this, before the first backward.
 
     ``method`` is a spec such as ``"acp:rank=4"``, a method object, or an optimizer that owns its exchange. With
-    ``optimizer``, methods whose errors follow the learning rate find it there.
+    ``optimizer``, methods whose errors follow the learning rate find it there. An optimizer that averages something
+    else, such as parameters, makes backward silent, as ``no_sync`` does.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise ValueError(f"attach needs a DistributedDataParallel model, not {type(ddp).__name__}")
     sync, problem = None, None
     try:
         _check(ddp)
-        if ddp._comm_hooks:
+        if ddp._comm_hooks or not ddp.require_backward_grad_sync:
             raise ValueError("this model has a communication hook already: attach once, and before any other")
         if ddp._has_rebuilt_buckets or any(p.grad is not None for p in ddp.module.parameters()):
             raise ValueError("attach before the first backward: this model has gradients already")
@@ -40,7 +41,11 @@ def attach(
         problem = error
     _bind(ddp, sync, problem)
     assert sync is not None
-    ddp.register_comm_hook(sync, comm_hook)
+    if sync.averager is None:
+        ddp.register_comm_hook(sync, comm_hook)
+    else:
+        # the second is the broadcast of buffers before a forward: rank 0's would replace those of a resumed run
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
     return sync
 
 
@@ -50,6 +55,8 @@ def comm_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """``ddp.register_comm_hook(Synchronizer("acp:rank=4"), comm_hook)``"""
     if not state.bound:
+        if state.averager is not None:
+            raise ValueError(f"{type(state.averager).__name__} needs no hook: call thinwire.attach(ddp, optimizer)")
         ddp = _owner_of(state)
         _check(ddp)
         _bind(ddp, state, None)
@@ -97,7 +104,8 @@ def _bind(ddp: DistributedDataParallel, sync: Synchronizer | None, problem: Valu
         raise problem
     _compare(cards)
     assert sync is not None
-    sync.bind(transport, ddp.module, may_be_absent=ddp.find_unused_parameters or ddp.static_graph)
+    may_be_absent = ddp.find_unused_parameters or ddp.static_graph
+    sync.bind(transport, ddp.module, may_be_absent, averages_buffers=ddp.broadcast_buffers)
 
 
 def _compare(cards: list[dict[str, Any]]) -> None:

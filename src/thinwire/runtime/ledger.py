@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,12 @@ class Ledger:
         self._seed = seed
         self._last_lr: dict[str, float] = {}
 
-    def adopt(self, module: nn.Module) -> None:
-        """Learn the names of the parameters that are trained."""
-        self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+    def adopt(self, module: nn.Module, only: Set[Tensor] | None = None) -> None:
+        """Learn the names of the parameters that are trained, or of ``only`` those."""
+        trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        if only is not None and not only <= trained.keys():
+            raise ValueError("the optimizer has parameters that are not among those that the model trains")
+        self.names = {p: name for p, name in trained.items() if only is None or p in only}
 
     def context(
         self, name: str, rank: int, world: int, lr: float | None = None, dtype: torch.dtype | None = None

@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from thinwire.core.exchange import exchange
 from thinwire.core.lockstep import Collective, Lockstep
-from thinwire.core.method import Context, Method, Owner, State
+from thinwire.core.method import Averager, Context, Dense, Method, Owner, State
 from thinwire.core.requests import Exchange
 from thinwire.core.value import Value, made, write
 from thinwire.errors import ExchangeError
@@ -25,6 +25,9 @@ from thinwire.runtime.telemetry import Telemetry
 from thinwire.runtime.transport import Transport
 
 log = logging.getLogger("thinwire")
+
+BUCKET = 25 << 20
+"""Bytes after which tensors that an optimizer averages go into another bucket, as DDP's do."""
 
 
 class Part(NamedTuple):
@@ -53,19 +56,24 @@ class Synchronizer:
 
     def __init__(
         self,
-        method: str | Recipe | Method | Owner,
+        method: str | Recipe | Method | Owner | Averager,
         optimizer: torch.optim.Optimizer | None = None,
         seed: int = 0,
     ) -> None:
         self._owner: Owner | None = None
+        self.averager: Averager | None = None
+        """The optimizer that asks for every exchange itself, if it is one that does."""
         if isinstance(method, torch.optim.Optimizer):
-            if not isinstance(method, Owner):
+            if not isinstance(method, Owner | Averager):
                 raise ValueError(f"{type(method).__name__} does not own its exchange: attach a method instead")
             if optimizer not in (None, method):
                 raise ValueError(f"{type(method).__name__} owns its exchange: it takes no other optimizer")
-            self._owner = method
-            optimizer = method if method.exchanges_gradient else None
-        self.method = resolve(method.method if self._owner is not None else method)  # type: ignore[union-attr, arg-type]
+            if isinstance(method, Owner):
+                self._owner, optimizer = method, method if method.exchanges_gradient else None
+            else:
+                self.averager, optimizer = method, None
+        owner = self._owner or self.averager
+        self.method = resolve(method if owner is None else owner.method)  # type: ignore[arg-type]
         self.telemetry = Telemetry()
         self.ledger = Ledger(self.method, seed)
         self._seed = seed
@@ -76,6 +84,8 @@ class Synchronizer:
         self._may_be_absent = False
         self._held: list[tuple[Bucket, Future[Any]]] = []
         self._to_load: Any = None
+        self._module: nn.Module | None = None
+        self._averages_buffers = False
 
     @property
     def bound(self) -> bool:
@@ -84,11 +94,22 @@ class Synchronizer:
 
     def identity(self) -> str:
         """What must be alike on all workers."""
-        return f"{self.method!r}, seed={self._seed}"
+        by = f"{self.averager!r} by " if self.averager is not None else ""
+        return f"{by}{self.method!r}, seed={self._seed}"
 
-    def bind(self, transport: Transport, module: nn.Module, may_be_absent: bool) -> None:
-        """Take charge of ``module``'s gradients. ``may_be_absent``: a step may leave parameters unused."""
-        self.ledger.adopt(module)
+    def bind(self, transport: Transport, module: nn.Module, may_be_absent: bool, averages_buffers: bool) -> None:
+        """Take charge of ``module``'s gradients, or of what an optimizer averages in their place.
+
+        ``may_be_absent``: a step may leave parameters unused. ``averages_buffers``: of the module, at every average.
+        """
+        self._module = module
+        if isinstance(self.averager, torch.optim.Optimizer):
+            self.ledger.adopt(module, {p for group in self.averager.param_groups for p in group["params"]})
+            self.averager.workers = self
+            self._averages_buffers = averages_buffers
+            may_be_absent = False  # whatever it averages, it applies
+        else:
+            self.ledger.adopt(module)
         if self._optimizer is not None:
             # by number: an optimizer that loads a state makes new dicts of its groups
             self._groups = {p: i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
@@ -103,6 +124,30 @@ class Synchronizer:
 
     def reduce(self, bucket: Bucket) -> Future[Any]:
         """Start to average a bucket in place; the future holds its buffer. All ranks submit in the same order."""
+        return self._submit(bucket).then(_unwrap)
+
+    def average(self, tensors: Mapping[Tensor, Tensor], exact: Sequence[Tensor] = ()) -> dict[Tensor, Tensor]:
+        """The means of an optimizer's ``tensors``, by parameter; see ``Workers``. All ranks ask for the same."""
+        plain = [*exact, *(b for b in self.buffers() if self._averages_buffers and b.is_floating_point())]
+        futures = [self._submit_exact(plain)] if plain else []
+        buckets = _buckets([Part(self.ledger.names[parameter], parameter, x) for parameter, x in tensors.items()])
+        futures += [self._submit(bucket) for bucket in buckets]
+        for future in futures:
+            future.wait()
+            _unwrap(future)
+        return {part.parameter: part.grad for bucket in buckets for part in bucket.parts}
+
+    def skip(self) -> None:
+        """A step at which the optimizer averages nothing: dense would have sent every gradient."""
+        world, counters = self._place()[1], self.telemetry.counters
+        counters.steps += 1
+        counters.bytes_dense += sum(Collective("all_reduce", p).bytes_sent(world) for p in self.ledger.names)
+
+    def buffers(self) -> list[Tensor]:
+        """Of the model."""
+        return list(self._module.buffers()) if self._module is not None else []
+
+    def _submit(self, bucket: Bucket) -> Future[Any]:
         assert self._engine is not None
         future: Future[Any] = Future(devices=[bucket.buffer.device] if bucket.buffer.is_cuda else None)
         self._held.append((bucket, future))
@@ -110,7 +155,26 @@ class Synchronizer:
             held, self._held = self._held, []
             self._engine.submit(self._whole_job(held) if self.method.whole else self._job(*held[0]))
         self.ledger.step += bucket.last
-        return future.then(_unwrap)
+        return future
+
+    def _submit_exact(self, tensors: Sequence[Tensor]) -> Future[Any]:
+        """The plain mean, in place."""
+        assert self._engine is not None
+        future: Future[Any] = Future(devices=[tensors[0].device] if tensors[0].is_cuda else None)
+        ctx = self.ledger.context("", *self._place())
+
+        def start() -> Lockstep[tuple[Value, State]]:
+            return Lockstep([exchange(Dense(), tensor, (), ctx) for tensor in tensors])
+
+        def finish(results: Results) -> None:
+            for tensor, (mean, _) in zip(tensors, results, strict=True):
+                write(tensor, mean)
+
+        def release() -> None:
+            future.set_result(tensors[0])
+
+        self._engine.submit(Job("exact means", start, finish, release, future.set_result, tensors, last=False))
+        return future
 
     def stats(self) -> dict[str, Any]:
         """Counts and seconds of this worker since attach: steps, bytes, collectives, compressing, exposed ..."""
@@ -241,6 +305,23 @@ class Synchronizer:
         if self._engine is None:
             raise ValueError("this synchronizer is not attached to a model yet")
         return self._engine.transport.rank, self._engine.transport.world
+
+
+def _buckets(parts: Sequence[Part]) -> list[Bucket]:
+    """Tensors copied end to end; several buckets, so that one is compressed while another travels."""
+    cut: list[list[Part]] = []
+    for part in parts:
+        full = cut and sum(p.grad.nbytes for p in cut[-1]) + part.grad.nbytes > BUCKET
+        if not cut or full or cut[-1][0].grad.dtype != part.grad.dtype:
+            cut.append([])
+        cut[-1].append(part)
+    buckets = []
+    for number, group in enumerate(cut):
+        buffer = torch.cat([part.grad.flatten() for part in group])
+        views = torch.split(buffer, [part.grad.numel() for part in group])
+        copied = [part._replace(grad=view.view_as(part.grad)) for part, view in zip(group, views, strict=True)]
+        buckets.append(Bucket(number, copied, buffer, last=number == len(cut) - 1))
+    return buckets
 
 
 def _unwrap(future: Future[Any]) -> Any:

@@ -20,7 +20,7 @@ from thinwire.runtime.telemetry import Telemetry
 from thinwire.workloads import Workload
 from thinwire.workloads.baselines import BASELINES, Baseline
 from thinwire.workloads.optimizers import BASES, Recipe
-from thinwire.workloads.trainee import TAIL, Trainee, breakdown
+from thinwire.workloads.trainee import TAIL, Trainee, breakdown, evened
 from thinwire.workloads.wire import counter, quiet_counter
 
 SETTLING = 3
@@ -132,18 +132,22 @@ class Contestant:
         trainee.telemetry.tracing = True
         self.train(TRACED, lambda *_: None)
         trainee.telemetry.tracing = False
-        leads = dist.get_rank() == 0
-        figures = trainee.workload.evaluate(trainee.module) if leads else {}
+        model = trainee.finish()
+        figures = trainee.workload.evaluate(model) if dist.get_rank() == 0 else {}
         dist.barrier()
         return figures | self._figures(target) | {"timeline": _timeline(trainee.telemetry)}
 
     def _figures(self, target: float | None) -> dict[str, Any]:
         warm = self._warm_up()
         timed = self.steps[warm:]
-        seconds = [s.seconds for s in timed]
+        period = self._trainee.period
+        waiting, exposed, compressing = (
+            sum(getattr(s, k) for s in timed) for k in ("waiting", "exposed", "compressing")
+        )
+        seconds = evened([s.seconds for s in timed], period)
         figures: dict[str, Any] = {
             "method": self.entry.name,
-            **breakdown(seconds, *(sum(getattr(s, k) for s in timed) for k in ("waiting", "exposed", "compressing"))),
+            **breakdown([s.seconds for s in timed], waiting, exposed, compressing, period),
             "step_ms_p10": 1e3 * _quantile(seconds, 0.1),
             "step_ms_p90": 1e3 * _quantile(seconds, 0.9),
             "wire_bytes_per_step": statistics.fmean(s.wire for s in timed),
@@ -166,8 +170,9 @@ class Contestant:
 
     def _warm_up(self) -> int:
         """Leading steps that sent as much as dense ones, if any step sent less."""
-        for number, step in enumerate(self.steps):
-            if step.sent < step.dense:
+        for number in range(0, len(self.steps), self._trainee.period):
+            steps = self.steps[number : number + self._trainee.period]
+            if sum(step.sent for step in steps) < sum(step.dense for step in steps):
                 return number
         return 0
 
@@ -175,10 +180,11 @@ class Contestant:
 def _timeline(telemetry: Telemetry) -> list[dict[str, Any]]:
     """The spans of a traced step of middling length, in ms from its start."""
     computed = [span for span in telemetry.spans if span.track == "compute"]
-    starts = [span.start for span in computed if span.name == "forward"]
     # the last one is left out: DDP tells of a step when the next begins
-    ends = [span.end for span in computed if span.name == "optimizer"]
-    whole = sorted(zip(starts, ends, strict=True))[:-1]
+    ends = sorted(span.end for span in computed if span.name == "optimizer")
+    begun = [span.start for span in computed if span.name in ("forward", "optimizer")]
+    starts = [min(start for start in begun if start > last) for last in [-math.inf, *ends[:-1]]]
+    whole = list(zip(starts, ends, strict=True))[:-1]
     start, end = sorted(whole, key=lambda step: step[1] - step[0])[len(whole) // 2]
     return [
         {"lane": s.track, "name": s.name, "start": 1e3 * (s.start - start), "end": 1e3 * (s.end - start)} | s.args

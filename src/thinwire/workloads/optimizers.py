@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,9 @@ class Adam:
 BASES: dict[str, type[SGD] | type[Adam]] = {"sgd": SGD, "adam": Adam}
 DEFAULT_OPTIMIZER = {"lm": "adam", "image": "sgd", "mlp": "sgd"}
 """By workload."""
-DEFAULT_LR = {"sgd": 0.1, "adam": 1e-3, "apm": 1e-3, "dist-ef-sgdm": 0.1}
+DEFAULT_LR = {"sgd": 0.1, "adam": 1e-3, "apm": 1e-3, "dist-ef-sgdm": 0.1, "root-sgd": 0.1}
+WRAPPERS = [name for name, kind in OPTIMIZERS.items() if "base" in inspect.signature(kind).parameters]
+"""Optimizers around another one: ``slowmo:base=adam``, else the workload's default; its options are theirs too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Recipe:
 
     optimizer: str
     method: str | None
+    default_base: str = "sgd"
 
     @classmethod
     def parse(cls, text: str, default_optimizer: str) -> Recipe:
@@ -61,11 +65,11 @@ class Recipe:
         first, plus, second = text.partition("+")
         name = grammar.split(first)[0]
         if plus:
-            recipe = cls(first, second)
+            recipe = cls(first, second, default_optimizer)
         elif name in BASES:
             recipe = cls(first, "dense")
         elif name in OPTIMIZERS:
-            recipe = cls(first, None)
+            recipe = cls(first, None, default_optimizer)
         else:
             grammar.choose("method", name, [*registry.METHODS, *BASES, *OPTIMIZERS])
             recipe = cls(default_optimizer, first)
@@ -74,7 +78,13 @@ class Recipe:
 
     @property
     def default_lr(self) -> float:
-        return DEFAULT_LR[grammar.split(self.optimizer)[0]]
+        return DEFAULT_LR[self.base or grammar.split(self.optimizer)[0]]
+
+    @property
+    def base(self) -> str | None:
+        """The optimizer that this one is around, if it is around any."""
+        name, options = grammar.split(self.optimizer)
+        return grammar.choose("base", options.get("base", self.default_base), BASES) if name in WRAPPERS else None
 
     @property
     def clips(self) -> bool:
@@ -96,8 +106,16 @@ class Recipe:
             assert self.method is not None
             optimizer = grammar.build(BASES[name], name, options).optimizer(list(parameters), lr)
             return optimizer, registry.parse(self.method)
-        fixed = {"lr": lr} | ({"exchange": registry.parse(self.method)} if self.method else {})
+        fixed: dict[str, Any] = {"exchange": registry.parse(self.method)} if self.method else {}
         if self.clips and "clip" not in options:
             fixed["clip"] = clip
-        owner = grammar.build(OPTIMIZERS[name], name, options, list(parameters), **fixed)
+        if self.base is None:
+            owner = grammar.build(OPTIMIZERS[name], name, options, list(parameters), lr=lr, **fixed)
+            return owner, owner
+        own, its = grammar.options_of(OPTIMIZERS[name]), grammar.options_of(BASES[self.base])
+        for key in options:
+            grammar.choose(f"option of {name!r}:", key, ["base", *own, *its])
+        inner = grammar.build(BASES[self.base], self.base, {k: v for k, v in options.items() if k in its})
+        outer = {k: v for k, v in options.items() if k in own}
+        owner = grammar.build(OPTIMIZERS[name], name, outer, inner.optimizer(list(parameters), lr), **fixed)
         return owner, owner

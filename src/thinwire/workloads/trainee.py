@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from thinwire.optim import SlowMo
 from thinwire.runtime.synchronizer import Synchronizer
 from thinwire.runtime.telemetry import Telemetry
 from thinwire.workloads import Workload
@@ -67,17 +68,38 @@ class Trainee:
 
     def step(self, step: int, rank: int, world: int) -> float:
         """Train on this rank's batch of ``step``; its loss."""
-        with self._span("forward"):
-            loss = self.workload.loss(self.model, step, rank, world)
-        with self._span("backward"):
-            self.optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+
+        def evaluate() -> Tensor:
+            with self._span("forward"):
+                loss = self.workload.loss(self.model, step, rank, world)
+            with self._span("backward"):
+                self.optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        if getattr(self.optimizer, "needs_closure", False):
+            with self._span("optimizer"):
+                loss: Tensor = self.optimizer.step(evaluate)  # type: ignore[assignment, arg-type]
+                self.schedule.step()
+            return loss.item()
+        loss = evaluate()
         with self._span("optimizer"):
             if self._limit:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._limit)
             self.optimizer.step()
             self.schedule.step()
         return loss.item()
+
+    @property
+    def period(self) -> int:
+        """Steps from one exchange to the next."""
+        return getattr(self.optimizer, "period", 1)
+
+    def finish(self) -> nn.Module:
+        """The model to evaluate, the same on every rank. Every rank calls this."""
+        if isinstance(self.optimizer, SlowMo):
+            self.optimizer.meet()
+        return self.module
 
     @contextmanager
     def _span(self, name: str) -> Iterator[None]:
@@ -86,9 +108,17 @@ class Trainee:
         self.telemetry.span("compute", name, start, time.perf_counter())
 
 
-def breakdown(seconds: Sequence[float], waiting: float, exposed: float, compressing: float) -> dict[str, float]:
+def evened(seconds: Sequence[float], period: int) -> list[float]:
+    """The mean step of each ``period`` steps, of which one communicates; a rest that is no whole period is left out."""
+    whole = len(seconds) // period * period
+    return [statistics.fmean(seconds[i : i + period]) for i in range(0, whole, period)] or [statistics.fmean(seconds)]
+
+
+def breakdown(
+    seconds: Sequence[float], waiting: float, exposed: float, compressing: float, period: int = 1
+) -> dict[str, float]:
     """The median step in ms, divided as all the steps of ``seconds`` together were."""
-    step_ms, total = 1e3 * statistics.median(seconds) if seconds else 0.0, sum(seconds) or 1.0
+    step_ms, total = 1e3 * statistics.median(evened(seconds, period)) if seconds else 0.0, sum(seconds) or 1.0
     waiting, exposed, compressing = (step_ms * min(1.0, part / total) for part in (waiting, exposed, compressing))
     return {
         "step_ms": step_ms,

@@ -70,22 +70,23 @@ def train(settings: Settings, report: Callable[[Progress], None]) -> dict[str, A
     first = _resume(settings, trainee) if settings.resume else 0
     losses: list[float] = []
     seconds: list[float] = []
-    sent_before = last_sent = 0
+    sent = [0]
     for step in range(first, settings.steps):
         trainee.telemetry.tracing = settings.trace is not None and step >= settings.steps - TRACED_STEPS
         start = time.perf_counter()
         losses.append(trainee.step(step, rank, world))
         seconds.append(time.perf_counter() - start)
-        last_sent, sent_before = counters.bytes_sent - sent_before, counters.bytes_sent
-        report(Progress(step + 1, losses[-1], last_sent))
+        sent.append(counters.bytes_sent)
+        report(Progress(step + 1, losses[-1], _lately(sent, trainee.period)))
         done = step + 1
         if settings.save and (done % settings.save_every == 0 or done == settings.steps):
             checkpoint.save(settings.save, done, _content(settings, done, trainee))
     if settings.trace:
         write_trace(settings.trace, trainee.telemetry.spans)
-    figures = _figures(counters, losses, seconds)
-    figures["bytes_last_step"] = last_sent
-    figures |= workload.evaluate(trainee.module) if rank == 0 else {}
+    figures = _figures(counters, losses, seconds, trainee.period)
+    figures["bytes_last_step"] = _lately(sent, trainee.period)
+    model = trainee.finish()
+    figures |= workload.evaluate(model) if rank == 0 else {}
     figures["warm_up_over"] = getattr(trainee.optimizer, "frozen", True)
     dist.barrier()
     described = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(settings).items()}
@@ -93,7 +94,13 @@ def train(settings: Settings, report: Callable[[Progress], None]) -> dict[str, A
     return described | {"workers": world, "parameters": parameters} | figures
 
 
-def _figures(counters: Counters, losses: list[float], seconds: list[float]) -> dict[str, Any]:
+def _lately(sent: list[int], period: int) -> int:
+    """Bytes a step over the last period, from running sums."""
+    steps = max(1, min(period, len(sent) - 1))
+    return (sent[-1] - sent[-1 - steps]) // steps if len(sent) > 1 else 0
+
+
+def _figures(counters: Counters, losses: list[float], seconds: list[float], period: int) -> dict[str, Any]:
     """Per step, of this rank."""
     steps = max(1, len(losses))
     return {
@@ -102,7 +109,7 @@ def _figures(counters: Counters, losses: list[float], seconds: list[float]) -> d
         "bytes_per_step": counters.bytes_sent / steps,
         "dense_bytes_per_step": counters.bytes_dense / steps,
         "collectives_per_step": counters.collectives / steps,
-        **breakdown(seconds, counters.seconds_waiting, counters.seconds_exposed, counters.seconds_compressing),
+        **breakdown(seconds, counters.seconds_waiting, counters.seconds_exposed, counters.seconds_compressing, period),
     }
 
 
