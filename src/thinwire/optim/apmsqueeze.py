@@ -15,6 +15,7 @@ was always zero would otherwise be driven by compression noise over eps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -106,9 +107,10 @@ class APMSqueeze(Optimizer):
                 else:
                     direction = m.lerp_(g, 1 - beta1)
                     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-                update = (v / correction2).sqrt_().add_(group["eps"])
-                torch.div(direction, update, out=update).div_(correction1).add_(x, alpha=group["weight_decay"])
-                x.add_(update, alpha=-group["lr"])
+                spread = v.sqrt().div_(math.sqrt(correction2)).add_(group["eps"])
+                if group["weight_decay"]:
+                    x.mul_(1 - group["lr"] * group["weight_decay"])
+                x.addcdiv_(direction, spread, value=-group["lr"] / correction1)
         self._count()
         return loss
 
