@@ -47,7 +47,7 @@ def models(out: Path, data: list[str]) -> None:
     command = ""
     for model, workload in MODELS.items():
         for rate in RATES:
-            options = ["--workload", workload, "--hosts", "4", "--rate", rate, "--steps", "5", "--repeats", "2"]
+            options = ["--workload", workload, "--hosts", "4", "--rate", rate, "--steps", "3", "--repeats", "2"]
             options += [] if workload.startswith("lm") else data
             runs, command = compare(out, ["ddp", "local", *COMPRESSED], *options)
             step = {method: run["step_ms"] for method, run in runs.items()}
@@ -78,10 +78,10 @@ def apm(out: Path, data: list[str]) -> None:
     print("\nAPMSqueeze end to end, the dense warm-up of a fifth included, against Adam under plain DDP.\n")
     print("| rate | whole run | once compressed | validation loss, Adam | APMSqueeze |\n|---|---|---|---|---|")
     command = ""
-    squeezed = "apm:warmup_steps=20,betas=0.9/0.98"
-    for rate in ["30mbit", *RATES]:
+    squeezed = "apm:warmup_steps=12,betas=0.9/0.98"
+    for rate in RATES:
         options = ["--workload", "lm:layers=2,width=192", "--hosts", "4", "--rate", rate, "--lr", "0.004"]
-        runs, command = compare(out, ["adam+ddp", squeezed], *options, "--steps", "97", "--repeats", "1")
+        runs, command = compare(out, ["adam+ddp", squeezed], *options, "--steps", "60", "--repeats", "1")
         base, run = runs["adam+ddp"], runs[squeezed]
         whole, after = base["seconds"][-1] / run["seconds"][-1], base["step_ms"] / run["step_ms"]
         print(f"| {rate} | {whole:.2f}x | {after:.2f}x | {base['val_loss']:.3f} | {run['val_loss']:.3f} |", flush=True)

@@ -19,6 +19,8 @@ from thinwire.runtime.telemetry import Telemetry
 from thinwire.workloads import Workload
 from thinwire.workloads.optimizers import Recipe
 
+BUCKET_MB = 8
+"""Of DDP's buckets: less than its 25, so that more of a compressed exchange finds backward still running."""
 TAIL = 20
 """Steps over which the final training loss is averaged."""
 
@@ -52,7 +54,7 @@ class Trainee:
         cls, workload: Workload, model: nn.Module, recipe: Recipe, lr: float | None, seed: int, steps: int
     ) -> Trainee:
         """One whose gradients ``recipe`` exchanges. Every rank calls this."""
-        ddp = DistributedDataParallel(model)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
         optimizer, method = recipe.build(ddp.parameters(), lr, workload.clip)
         sync = tw.attach(ddp, method, optimizer=None if method is optimizer else optimizer, seed=seed)
         trainee = cls(workload, ddp, optimizer, sync.telemetry, steps)
