@@ -1,8 +1,8 @@
 """Where compression pays: `thinwire compare` in the lab, over models, rates and methods.
 
-    python -m benchmarks.sweep [--only models,accuracy,apm] [--data MNIST] [--out DIR]
+    python -m benchmarks.sweep [--only models,crossings,accuracy,apm] [--data MNIST] [--out DIR]
 
-``models``: step times against plain DDP, and ACP-SGD against Power-SGD. ``accuracy``: dist-EF-blockSGDM's time to SGD's
+``models``: step times against plain DDP, and ACP-SGD against Power-SGD. ``crossings``: by rate. ``accuracy``: dist-EF-blockSGDM's time to SGD's
 loss with 7 workers. ``apm``: APMSqueeze end to end, warm-up included. A comparison found in ``--out`` is not repeated.
 """
 
@@ -59,6 +59,20 @@ def models(out: Path, data: list[str]) -> None:
     print(f"{statistics.fmean(over_power):.2f}x over `powersgd:rank=4`. The last row: {command}")
 
 
+def crossings(out: Path, data: list[str]) -> None:
+    methods = ["ef-sign", "topk:ratio=0.01", "powersgd:rank=4", "acp:rank=4"]
+    print("\nWhere compression stops to pay: step time of plain DDP over the method's, by rate.\n")
+    print("| rate | " + " | ".join(f"`{m}`" for m in methods) + " | `local` |\n|" + "---|" * (len(methods) + 2))
+    command = ""
+    for rate in ["30mbit", "100mbit", "300mbit", "1gbit", "3gbit"]:
+        options = ["--workload", "lm:layers=2,width=192", "--hosts", "4", "--rate", rate, "--steps", "4"]
+        runs, command = compare(out, ["ddp", "local", *methods], *options, "--repeats", "2")
+        step = {method: run["step_ms"] for method, run in runs.items()}
+        cells = [f"{step['ddp'] / step[method]:.2f}x" for method in [*methods, "local"]]
+        print(f"| {rate} | {' | '.join(cells)} |", flush=True)
+    print(f"\nThe last row: {command}")
+
+
 def accuracy(out: Path, data: list[str]) -> None:
     options = ["--workload", "image:width=16", "--hosts", "7", "--rate", "100mbit", "--target-loss", "0.1", *data]
     options += ["--steps", "200", "--repeats", "1", "--lr", "0.1"]
@@ -90,12 +104,12 @@ def apm(out: Path, data: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="models,accuracy,apm", help="which tables")
+    parser.add_argument("--only", default="models,crossings,accuracy,apm", help="which tables")
     parser.add_argument("--data", type=Path, help="a folder of MNIST or CIFAR-10 files, in place of drawn digits")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    tables = {"models": models, "accuracy": accuracy, "apm": apm}
+    tables = {"models": models, "crossings": crossings, "accuracy": accuracy, "apm": apm}
     for name in args.only.split(","):
         tables[name](args.out, ["--data", str(args.data)] if args.data else [])
 
