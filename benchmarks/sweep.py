@@ -2,8 +2,9 @@
 
     python -m benchmarks.sweep [--only models,crossings,accuracy,apm] [--data MNIST] [--out DIR]
 
-``models``: step times against plain DDP, and ACP-SGD against Power-SGD. ``crossings``: by rate. ``accuracy``: dist-EF-blockSGDM's time to SGD's
-loss with 7 workers. ``apm``: APMSqueeze end to end, warm-up included. A comparison found in ``--out`` is not repeated.
+``models``: step times against plain DDP, and ACP-SGD against Power-SGD. ``crossings``: one model, rate by rate.
+``accuracy``: dist-EF-blockSGDM's time to SGD's loss with 7 workers. ``apm``: APMSqueeze end to end, warm-up included. A
+comparison found in ``--out`` is not repeated.
 """
 
 from __future__ import annotations
