@@ -72,7 +72,9 @@ def test_success_and_failure_leave_nothing(traces):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_signals_end_all_of_it(traces, number):
     command = [sys.executable, "-m", "thinwire", "lab", "--", "sh", "-c", f"echo ready; {JOB[2]}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    heeded = lambda: signal.signal(number, signal.SIG_DFL)  # noqa: E731  # these tests may run where it is ignored
+    with subprocess.Popen(command, text=True, preexec_fn=heeded, **pipes) as run:
         try:
             assert {run.stdout.readline(), run.stdout.readline()} == {"host0 | ready\n", "host1 | ready\n"}
             run.send_signal(number)
