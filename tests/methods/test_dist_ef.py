@@ -124,10 +124,10 @@ def test_momentum_is_nesterovs_on_each_worker_before_compression(method):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("method", ["dist-ef", "dist-ef-block"])
+@pytest.mark.parametrize("method", ["dist-ef:", "dist-ef-block:min_dims=0,"])
 def test_parameters_less_what_is_owed_follow_uncompressed_sgd(method, schedule, momentum):
     workers, rates = 3, SCHEDULES[schedule]
-    sim = tw.Simulation(f"{method}:momentum={momentum},max_ratio=100", workers)
+    sim = tw.Simulation(f"{method}momentum={momentum},max_ratio=100", workers)
     x = {name: torch.randn(shape, dtype=torch.float64, generator=seeded(0)) for name, shape in SHAPES.items()}
     y = {name: value.clone().requires_grad_() for name, value in x.items()}
     plain = torch.optim.SGD(y.values(), lr=1.0, momentum=momentum, nesterov=momentum > 0)
@@ -145,7 +145,7 @@ def test_parameters_less_what_is_owed_follow_uncompressed_sgd(method, schedule, 
         for name, owed in sim.owed().items():
             close(x[name] - last * owed, y[name].detach(), 1e-12)
             if lr:
-                assert (last * owed).abs().max() > 1e-7  # the law is not about nothing
+                assert (last * owed).abs().max() > 1e-5  # the law is not about nothing
 
 
 @pytest.mark.parametrize("method", ["dist-ef", BLOCK])

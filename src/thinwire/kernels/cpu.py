@@ -16,8 +16,6 @@ from thinwire.kernels.reference import row_keys
 
 Array = np.ndarray[Any, Any]
 compiled = njit(nogil=True, cache=True, fastmath=False)
-RUN = 256
-"""Numbers that are added up in their own type before a wider one takes their sum."""
 FLAGS = 2048
 """Signs that are noted before they are packed; they stay in the nearest cache."""
 SIGNS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 1, -1).astype(np.float32)
@@ -159,11 +157,8 @@ def _add_signs(scale: Array, bits: Array, columns: int, block: int, base: Array,
 @njit(nogil=True, cache=True, fastmath={"reassoc"})  # any order of additions, so that they can be done side by side
 def _magnitude(x: Array) -> float:
     total = 0.0
-    for start in range(0, len(x), RUN):
-        part = x.dtype.type(0)
-        for j in range(start, min(len(x), start + RUN)):
-            part += abs(x[j])
-        total += part
+    for j in range(len(x)):
+        total += abs(x[j])
     return total
 
 
