@@ -245,7 +245,7 @@ def test_it_converges_on_a_quadratic(row, world):
     targets = gradients(world, 3, {"w": (16, 16)})
     best = mean(targets, "w").float()
     sim, x = tw.Simulation(row.spec, world), torch.zeros(16, 16)
-    for step in range(600):
+    for step in range(row.quadratic_steps):
         lr = 0.2 * (1 - row.momentum) / (1 + step / 30)
         x = x - lr * sim.reduce([{"w": x - t["w"]} for t in targets], lr=lr)[0]["w"]
     assert (x - best).norm() < 0.05 * best.norm()
