@@ -14,7 +14,7 @@ from thinwire.core.lift import bounded_ratio
 from thinwire.core.method import Context, Dense, Method, Reduced, State
 from thinwire.core.price import bytes_per_step
 from thinwire.core.requests import Exchange
-from thinwire.core.value import Sparse, finite, subtract
+from thinwire.core.value import Sparse, Sum, finite, subtract
 
 
 class Wrapper(Method):
@@ -63,12 +63,12 @@ class ErrorFeedback(Wrapper):
         return ErrorFeedbackState(torch.zeros_like(x), self.inner.init(x, ctx))
 
     def reduce(self, x: Tensor, state: ErrorFeedbackState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
-        p = x.add_(state.error, alpha=bounded_ratio(ctx, self.max_ratio))
-        if not finite(p):
-            p.fill_(float("nan"))  # a method that sends a part of p could leave the bad number in the error, unseen
-        out, inner = yield from self.inner.reduce(p, state.inner, ctx)
+        p = Sum(x, state.error, bounded_ratio(ctx, self.max_ratio))
+        if not self.inner.adds and not finite(p.made()):
+            p.out.fill_(float("nan"))  # a method that sends a part of p could leave the bad number in the error, unseen
+        out, inner = yield from self.inner.reduce(p if self.inner.adds else p.out, state.inner, ctx)  # type: ignore[arg-type]
         if ctx.lr != 0 and finite(out.mean):  # at a rate of 0 nothing is applied, so nothing is withheld
-            subtract(p, out.sent, out=state.error)
+            subtract(p.out, out.sent, out=state.error)
         return out, ErrorFeedbackState(state.error, inner)
 
     def withheld(self, x: Tensor, state: ErrorFeedbackState, ctx: Context) -> Tensor:

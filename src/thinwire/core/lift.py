@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from thinwire.core.method import Compressor, Context, Method, Reduced, State
 from thinwire.core.requests import AllGather, AllReduce, AllToAll, Exchange, Payload
-from thinwire.core.value import finite
+from thinwire.core.value import Sum, finite, settled
 
 
 class Raw(NamedTuple):
@@ -27,8 +27,9 @@ class Identity:
 
     dtype: torch.dtype
 
-    def encode(self, x: Tensor, rows: int, columns: int) -> Raw:
-        return Raw(pad(x.to(self.dtype), (0, rows * columns - len(x))).view(rows, columns))
+    def encode(self, x: Tensor | Sum, rows: int, columns: int) -> Raw:
+        narrow = settled(x).to(self.dtype)
+        return Raw(pad(narrow, (0, rows * columns - len(narrow))).view(rows, columns))
 
     def decode(self, payload: Raw, columns: int, out: Tensor) -> None:
         out.copy_(payload.values.flatten()[: len(out)])
@@ -102,9 +103,10 @@ class Gathered(Method):
     longer pays, all of them do.
     """
 
+    adds: ClassVar[bool] = True
     compressor: Compressor
 
-    def reduce(self, x: Tensor, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+    def reduce(self, x: Tensor | Sum, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         C, d = self.compressor, x.numel()
         pushed = C.encode(x.flatten(), 1, d)
         pulled = yield AllGather(type(pushed)(*(t[0] for t in pushed)))
@@ -124,6 +126,7 @@ class TwoWay(Method):
     pull    all-gather of D~
     """
 
+    adds: ClassVar[bool] = True
     compressor: Compressor
     max_ratio: float | None = None
     """Bound on eta_{t-1}/eta_t for the server's error; None keeps the error as it is."""
@@ -131,7 +134,7 @@ class TwoWay(Method):
     def init(self, x: Tensor, ctx: Context) -> TwoWayState:
         return TwoWayState(x.new_zeros(_chunk_sizes(x.numel(), ctx.world)[ctx.rank]))
 
-    def reduce(self, x: Tensor, state: TwoWayState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+    def reduce(self, x: Tensor | Sum, state: TwoWayState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         C, W, columns = self.compressor, ctx.world, _chunk_sizes(x.numel(), ctx.world)[0]
         pushed = C.encode(x.flatten(), W, columns)
         received = yield AllToAll(pushed)

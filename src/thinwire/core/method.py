@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from thinwire.core.requests import AllReduce, Exchange, Payload
-from thinwire.core.value import Value
+from thinwire.core.value import Sum, Value
 
 State = tuple[Any, ...]
 """A NamedTuple of tensors, numbers and further states: passed in and out, never hidden on ``self``."""
@@ -73,6 +73,8 @@ class Method:
     """A way to average one tensor over the workers. Subclasses are frozen dataclasses of hyper-parameters."""
 
     __slots__ = ()
+    adds: ClassVar[bool] = False
+    """Whether ``reduce`` takes a ``Sum`` too, adds in passing, and shows a bad number of it in what it sends."""
 
     @property
     def whole(self) -> bool:
@@ -128,7 +130,7 @@ class Compressor(Protocol):
     may be short or empty. A payload's tensors have a row for each of them, in the same shape on every worker.
     """
 
-    def encode(self, x: Tensor, rows: int, columns: int) -> Payload:
+    def encode(self, x: Tensor | Sum, rows: int, columns: int) -> Payload:
         """x (d,), with d at most rows * columns."""
 
     def decode(self, payload: Any, columns: int, out: Tensor) -> None:

@@ -71,6 +71,52 @@ class Sparse:
             out.view(-1).index_add_(0, indices, values, alpha=alpha)
 
 
+class Sum:
+    """p = x + ratio * error, made when it is first wanted: by a kernel that adds in passing, or by ``made``.
+
+    It goes to the memory of ``x``, or to memory of its own where ``x`` is too narrow to hold it, or strided.
+    """
+
+    __slots__ = ("error", "out", "pending", "ratio", "x")
+
+    def __init__(self, x: Tensor, error: Tensor, ratio: float, out: Tensor | None = None) -> None:
+        self.x = x
+        self.error = error
+        self.ratio = ratio
+        self.out = x if out is None else out
+        if out is None and not (x.dtype == error.dtype and x.is_contiguous()):
+            self.out = torch.empty(x.shape, dtype=error.dtype, device=x.device)
+        self.pending = True
+        """Whether ``out`` does not hold p yet; who writes it there says so."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.out.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.out.dtype
+
+    def numel(self) -> int:
+        return self.out.numel()
+
+    def flatten(self, start: int = 0) -> Sum:
+        """The same sum, over the same memory of ``out``."""
+        assert self.pending
+        return Sum(self.x.flatten(start), self.error.flatten(start), self.ratio, self.out.flatten(start))
+
+    def made(self) -> Tensor:
+        if self.pending:
+            torch.add(self.x, self.error, alpha=self.ratio, out=self.out)
+            self.pending = False
+        return self.out
+
+
+def settled(x: Tensor | Sum) -> Tensor:
+    """The tensor itself, or the sum, made."""
+    return x.made() if isinstance(x, Sum) else x
+
+
 def write(out: Tensor, value: Value) -> None:
     """out = value; nothing happens where a tensor is that memory already."""
     if not isinstance(value, Tensor) and out.is_contiguous() and out.dtype in WIDE:

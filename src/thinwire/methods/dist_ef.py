@@ -23,7 +23,7 @@ from thinwire import kernels
 from thinwire.core.combine import Rule, error_feedback, nesterov, where, whole
 from thinwire.core.lift import two_way
 from thinwire.core.method import Method
-from thinwire.core.value import finite
+from thinwire.core.value import Sum, finite, settled
 
 
 class Signs(NamedTuple):
@@ -38,8 +38,8 @@ class ScaledSign:
     block: int = 0
     """Most elements that share a scale; 0 for all of a row."""
 
-    def encode(self, x: Tensor, rows: int, columns: int) -> Signs:
-        return Signs(*kernels.encode_signs(x, rows, columns, self._block(columns)))
+    def encode(self, x: Tensor | Sum, rows: int, columns: int) -> Signs:
+        return Signs(*kernels.encode_signs(settled(x), rows, columns, self._block(columns)))
 
     def decode(self, payload: Signs, columns: int, out: Tensor) -> None:
         kernels.decode_signs(payload.scale, payload.bits, columns, self._block(columns), out)

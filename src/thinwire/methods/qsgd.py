@@ -27,7 +27,7 @@ from thinwire.core.combine import Rule, where
 from thinwire.core.lift import gathered
 from thinwire.core.method import Context, Method, Reduced, State
 from thinwire.core.requests import Exchange
-from thinwire.core.value import finite
+from thinwire.core.value import Sum, finite, settled
 
 
 class Levels(NamedTuple):
@@ -43,8 +43,8 @@ class StochasticLevels:
     block: int
     key: int
 
-    def encode(self, x: Tensor, rows: int, columns: int) -> Levels:
-        return Levels(*kernels.encode_levels(x, rows, columns, self.block, self.bits, self.key))
+    def encode(self, x: Tensor | Sum, rows: int, columns: int) -> Levels:
+        return Levels(*kernels.encode_levels(settled(x), rows, columns, self.block, self.bits, self.key))
 
     def decode(self, payload: Levels, columns: int, out: Tensor) -> None:
         self.add(payload, columns, out.zero_(), 1.0, out)
