@@ -16,7 +16,8 @@ demo: venv
 	$(BIN)/python -m benchmarks.demo
 
 test: venv
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 -m "not alone"
+	$(BIN)/python -m pytest -q -m alone
 
 lint: venv
 	$(BIN)/ruff check src tests benchmarks

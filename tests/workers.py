@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "thinwire", "tests.workers"])
+_context.set_forkserver_preload(["torch", "thinwire", "thinwire.kernels.cpu", "tests.workers"])
 
 
 class WorkerError(AssertionError):
