@@ -58,7 +58,7 @@ def assert_same_decoding(scale: Tensor, bits: Tensor, columns: int, block: int, 
             if alpha is None:
                 kernel.decode_signs(scale, bits, columns, block, out)
             else:
-                kernel.add_signs(scale, bits, columns, block, base, alpha, out)
+                kernel.add_signs(scale, bits, columns, block, base, alpha, out, False)
             outs.append(out)
         torch.testing.assert_close(*outs, rtol=0, atol=0, equal_nan=True)
         real = ~outs[0].isnan()
@@ -114,7 +114,7 @@ def test_levels_equal_reference(case: tuple[Tensor, int, int], block: int, bits:
     for alpha in (1.0, -1 / 3):
         outs = [torch.empty_like(x), torch.empty_like(x)]
         for kernel, out in zip((cpu, reference), outs, strict=True):
-            kernel.add_levels(scale, codes, columns, block, bits, x, alpha, out)
+            kernel.add_levels(scale, codes, columns, block, bits, x, alpha, out, False)
         torch.testing.assert_close(*outs, rtol=0, atol=0, equal_nan=True)
 
 
@@ -168,7 +168,7 @@ def test_encode_by_hand(kernel: kernels.Kernels) -> None:
 def test_add_by_hand(kernel: kernels.Kernels) -> None:
     out = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0])
     bits = torch.tensor([[0b101], [0b10]], dtype=torch.uint8)
-    kernel.add_signs(torch.tensor([[2.0], [8.0]]), bits, 3, 8, out, 0.5, out)
+    kernel.add_signs(torch.tensor([[2.0], [8.0]]), bits, 3, 8, out, 0.5, out, False)
     assert out.tolist() == [2, 0, 2, -3, 5]
 
 
@@ -200,7 +200,7 @@ def test_wrong_shapes_are_refused() -> None:
         with pytest.raises(AssertionError):
             cpu.decode_signs(*wrong)
     with pytest.raises(AssertionError):
-        cpu.add_signs(scale, bits, 24, 24, torch.empty(47), 1.0, out)
+        cpu.add_signs(scale, bits, 24, 24, torch.empty(47), 1.0, out, False)
 
 
 @st.composite

@@ -136,8 +136,13 @@ class Compressor(Protocol):
     def decode(self, payload: Any, columns: int, out: Tensor) -> None:
         """out = C(x), out (d,)"""
 
-    def add(self, payload: Any, columns: int, base: Tensor, alpha: float, out: Tensor) -> None:
-        """out = base + alpha C(x), which may be the same memory."""
+    def add(
+        self, payload: Any, columns: int, base: Tensor, alpha: float, out: Tensor, stacked: bool = False
+    ) -> None:
+        """out = base + alpha C(x), which may be the same memory.
+
+        ``stacked``: a row is not a part of a vector but a worker's whole one, and they are added in their order.
+        """
 
     def finite(self, payload: Any) -> bool:
         """Whether C(x) is."""
