@@ -51,7 +51,7 @@ class Kernels(Protocol):
 
     def estimate(self, sketch: Tensor, d: int, key: int) -> Tensor: ...
 
-    def top_k(self, x: Tensor | Sum, k: int) -> Tensor: ...
+    def top_k(self, x: Tensor | Sum, k: int) -> tuple[Tensor, Tensor]: ...
 
 
 def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ def estimate(sketch: Tensor, d: int, key: int) -> Tensor:
     return _for(sketch).estimate(sketch, d, key)
 
 
-def top_k(x: Tensor | Sum, k: int) -> Tensor:
+def top_k(x: Tensor | Sum, k: int) -> tuple[Tensor, Tensor]:
     return _reading(x).top_k(x, k)
 
 

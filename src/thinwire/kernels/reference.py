@@ -158,19 +158,20 @@ def _blocks(x: Tensor, rows: int, columns: int, block: int) -> Tensor:  # (rows,
     return pad(padded, (0, -columns % block)).view(rows, -1, block)
 
 
-def top_k(x: Tensor | Sum, k: int) -> Tensor:
-    """The places (k,) of the largest magnitudes of x (d,), in rising order; of equal ones the first are taken.
+def top_k(x: Tensor | Sum, k: int) -> tuple[Tensor, Tensor]:
+    """The numbers (k,) of x (d,) with the largest magnitudes, and their places, which rise; of equal ones the first.
 
     NaN counts as infinite.
     """
     x = widened(x)
     if x.is_meta:
-        return x.new_empty(k, dtype=torch.int64)
+        return x.new_empty(k), x.new_empty(k, dtype=torch.int64)
     size = x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
     least = size.topk(k).values.min()
     above = (size > least).nonzero().flatten()
     level = (size == least).nonzero().flatten()[: k - len(above)]
-    return torch.cat([above, level]).sort().values
+    places = torch.cat([above, level]).sort().values
+    return x[places], places
 
 
 def widened(x: Tensor | Sum) -> Tensor:

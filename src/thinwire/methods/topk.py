@@ -23,7 +23,7 @@ from thinwire import kernels
 from thinwire.core.combine import Rule, error_feedback, where
 from thinwire.core.method import Context, Method, Reduced, State
 from thinwire.core.requests import AllGather, Exchange
-from thinwire.core.value import Sparse, Sum, settled
+from thinwire.core.value import Sparse, Sum
 
 
 class Entries(NamedTuple):
@@ -57,9 +57,7 @@ class TopK(Method):
 
 def largest(x: Tensor | Sum, ratio: float) -> Entries:
     """The share of ``x`` with the largest magnitudes, by their places in the flattened tensor, in rising order."""
-    flat = x.flatten()
-    indices = kernels.top_k(flat, share(ratio, flat.numel()))
-    return Entries(settled(flat)[indices], indices)
+    return Entries(*kernels.top_k(x.flatten(), share(ratio, x.numel())))
 
 
 def share(ratio: float, d: int) -> int:

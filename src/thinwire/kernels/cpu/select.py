@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.core.value import Sum
 from thinwire.kernels.cpu.hashing import mixed
-from thinwire.kernels.cpu.vector import CHUNK, LANES, Array, array, at_least, compiled, lowest, read, source
+from thinwire.kernels.cpu.vector import LANES, Array, array, at_least, compiled, lowest, read, source
 
 SAMPLE = 1 << 16
 """Numbers whose magnitudes propose the bound."""
@@ -22,35 +22,38 @@ DIGIT = 11
 """Bits that a round of the radix select decides; its counts stay in the nearest cache."""
 
 
-def top_k(x: Tensor | Sum, k: int) -> Tensor:
+def top_k(x: Tensor | Sum, k: int) -> tuple[Tensor, Tensor]:
     assert 1 <= k <= x.numel()
-    places = torch.empty(k, dtype=torch.int64)
     given = source(x if isinstance(x, Sum) else x.to(torch.promote_types(x.dtype, torch.float32)))
-    wide = given[3].itemsize == 8
-    bits = given[3].view(np.int64 if wide else np.int32)
-    _top_k(*given, bits, bits.dtype.type(0x7FF << 52 if wide else 0xFF << 23), array(places))
-    return places
+    kind = np.int64 if given[3].itemsize == 8 else np.int32
+    infinite = np.array(np.inf, given[3].dtype).view(kind)[()]
+    values, places = torch.from_numpy(np.empty(k, given[3].dtype)), torch.empty(k, dtype=torch.int64)
+    _top_k(*given, given[3].view(kind), infinite, array(values).view(kind), array(places))
+    return values, places
 
 
 @compiled
-def _top_k(x: Array, error: Array | None, ratio: Any, p: Array, bits: Array, infinite: Any, places: Array) -> None:
-    """``bits`` are those of ``p``."""
+def _top_k(
+    x: Array, error: Array | None, ratio: Any, p: Array, bits: Array, infinite: Any, values: Array, places: Array
+) -> None:
+    """``bits`` are those of ``p``; those of the chosen go to ``values``."""
     d, k = len(x), len(places)
-    few = d > 4 * SAMPLE and 8 * k < d
-    least = _bound(x, error, ratio, p, bits, infinite, k) if few else infinite
-    room = 2 * k + CHUNK if few else 0
-    sizes, found, count = np.empty(room, bits.dtype), np.empty(room, np.int64), 0
-    for start in range(0, d, CHUNK):
-        end = min(d, start + CHUNK)
-        read(x, error, ratio, p, start, end)
-        if count + CHUNK <= room:
-            count = _collect(bits[start:end], least, start, sizes, found, count)
-    if k <= count <= room - CHUNK:
-        _choose(sizes[:count], infinite, places)
-        for i in range(k):
-            places[i] = found[places[i]]
+    if d > 4 * SAMPLE and 8 * k < d:
+        room = 2 * k + 8 * LANES
+        found, where = np.empty(room, bits.dtype), np.empty(room, np.int64)
+        least = _bound(x, error, ratio, p, bits, infinite, k)
+        count = _collect(x, error, ratio, p, bits, least, found, where)
+        if k <= count <= room - LANES:
+            _choose(found[:count], infinite, places)
+            for i in range(k):
+                values[i] = found[places[i]]
+                places[i] = where[places[i]]
+            return
     else:
-        _choose(bits, infinite, places)
+        read(x, error, ratio, p, 0, d)
+    _choose(bits, infinite, places)
+    for i in range(k):
+        values[i] = bits[places[i]]
 
 
 @compiled
@@ -66,19 +69,22 @@ def _bound(x: Array, error: Array | None, ratio: Any, p: Array, bits: Array, inf
 
 
 @compiled
-def _collect(bits: Array, least: Any, start: int, sizes: Array, found: Array, count: int) -> int:
-    """Note those of ``bits`` that are at least ``least``, and their places; return how many are noted by now."""
-    whole = len(bits) // LANES * LANES
+def _collect(
+    x: Array, error: Array | None, ratio: Any, p: Array, bits: Array, least: Any, found: Array, where: Array
+) -> int:
+    """Read x, and note what is at least ``least``; return how many they are, or where no room is left, more than fit."""
+    count, whole = 0, len(x) // LANES * LANES
     for j in range(0, whole, LANES):
-        word = at_least(bits, j, least)
-        while word:
-            k = j + lowest(word)
-            sizes[count], found[count] = bits[k], start + k
+        word = at_least(x, error, ratio, p, j, least)
+        while word and count <= len(found) - LANES:
+            place = j + lowest(word)
+            found[count], where[count] = bits[place], place
             count += 1
             word &= word - np.uint32(1)
-    for k in range(whole, len(bits)):
-        if bits[k] & np.iinfo(bits.dtype).max >= least:
-            sizes[count], found[count] = bits[k], start + k
+    read(x, error, ratio, p, whole, len(x))
+    for place in range(whole, len(x)):
+        if bits[place] & np.iinfo(bits.dtype).max >= least and count < len(found):
+            found[count], where[count] = bits[place], place
             count += 1
     return count
 

@@ -11,15 +11,14 @@ from thinwire.core.value import Sum
 from thinwire.kernels.cpu.vector import (
     CHUNK,
     LANES,
+    STRIDE,
     Array,
     add_signed,
     array,
     compiled,
-    not_negative,
+    note_signs,
     put_signed,
-    put_word,
     read,
-    reordered,
     source,
     word_at,
 )
@@ -27,7 +26,7 @@ from thinwire.kernels.cpu.vector import (
 
 def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
     assert x.numel() <= rows * columns
-    given = source(x, CHUNK)
+    given = source(x, STRIDE)
     scale = torch.empty(rows, -(-columns // block), dtype=torch.float64 if given[3].itemsize == 8 else torch.float32)
     bits = torch.empty(rows, -(-columns // 8), dtype=torch.uint8)
     _encode(*given, columns, block, array(scale), array(bits))
@@ -60,14 +59,16 @@ def _encode(
 ) -> None:
     for r in range(scale.shape[0]):
         first, last = min(len(x), r * columns), min(len(x), (r + 1) * columns)
-        bits[r, (last - first + 7) // 8 :] = 0
+        octets = bits[r]
+        octets[(last - first + 7) // 8 :] = 0
         for b in range(scale.shape[1]):
             start, end = min(last, first + b * block), min(last, first + (b + 1) * block)
-            total = 0.0
-            for j in range(start, end, CHUNK):
-                chunk = read(x, error, ratio, p, j, min(end, j + CHUNK))
-                total += _magnitude(chunk)
-                _note(chunk, bits[r, (j - first) // 8 :])
+            total, whole = 0.0, end - (end - start) % STRIDE
+            for j in range(start, whole, STRIDE):
+                total += note_signs(x, error, ratio, p, j, octets, (j - first) // 8)
+            rest = read(x, error, ratio, p, whole, end)
+            total += _magnitude(rest)
+            _note(rest, octets[(whole - first) // 8 :])
             scale[r, b] = total / max(1, end - start)
 
 
@@ -108,7 +109,7 @@ def _add_part(size: Any, octets: Array, onto: Array, into: Array) -> None:
         into[j] = onto[j] + (size if octets[j // 8] >> (j % 8) & 1 else -size)
 
 
-@reordered
+@compiled
 def _magnitude(x: Array) -> float:
     total = 0.0
     for j in range(len(x)):
@@ -118,10 +119,7 @@ def _magnitude(x: Array) -> float:
 
 @compiled
 def _note(x: Array, octets: Array) -> None:
-    whole = len(x) // LANES * LANES
-    for j in range(0, whole, LANES):
-        put_word(octets, j // 8, not_negative(x, j))
-    for j in range(whole, len(x), 8):
+    for j in range(0, len(x), 8):
         octet = 0
         for k in range(min(8, len(x) - j)):
             octet |= (x[j + k] >= 0) << k

@@ -20,11 +20,11 @@ from thinwire.core.value import Sum, settled
 
 Array = np.ndarray[Any, Any]
 compiled = njit(nogil=True, cache=True)
-reordered = njit(nogil=True, cache=True, fastmath={"reassoc"})
-"""For sums of which the order may be any, so that they are made side by side."""
 CHUNK = 2048
 """Numbers that are worked on together; they stay in the nearest cache."""
 LANES = 32
+STRIDE = 256
+"""Numbers that ``note_signs`` takes at once."""
 
 
 def array(x: Tensor) -> Array:
@@ -138,30 +138,76 @@ def _lanes(builder: Any, value: Any) -> Any:
 WORD = ir.IntType(LANES)
 
 
+def _numbers(context: Any, builder: Any, kinds: Any, args: Any, start: Any) -> Any:
+    """``read``, of 32 numbers in a vector: ``kinds`` and ``args`` are its first four."""
+    x, error, _, out = kinds
+    element = context.get_value_type(out.dtype)
+    numbers = _load(context, builder, x, args[0], start, ir.VectorType(context.get_data_type(x.dtype), LANES))
+    if not isinstance(x.dtype, types.Float):
+        numbers = _widened(builder, numbers, x.dtype == types.int16)
+    if not isinstance(error, types.NoneType):
+        owed = _load(context, builder, error, args[1], start, ir.VectorType(element, LANES))
+        owed = builder.fmul(_lanes(builder, args[2]), owed, flags=("contract",))
+        numbers = builder.fadd(numbers, owed, flags=("contract",))
+        _store(context, builder, numbers, out, args[3], start)
+    return numbers
+
+
+def _widened(builder: Any, bits: Any, bfloat16: bool) -> Any:
+    """As ``widen``."""
+    word, single = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.FloatType(), LANES)
+
+    def all_of(value: int) -> Any:
+        return ir.Constant(word, [value] * LANES)
+
+    bits = builder.zext(bits, word)
+    if bfloat16:
+        return builder.bitcast(builder.shl(bits, all_of(16)), single)
+    size = builder.shl(builder.and_(bits, all_of(0x7FFF)), all_of(13))
+    scaled = builder.fmul(builder.bitcast(size, single), ir.Constant(single, [2.0**112] * LANES))
+    special = builder.icmp_unsigned(">=", size, all_of(0x7C00 << 13))
+    size = builder.select(special, builder.or_(size, all_of(0x7F800000)), builder.bitcast(scaled, word))
+    sign = builder.shl(builder.and_(bits, all_of(0x8000)), all_of(16))
+    return builder.bitcast(builder.or_(size, sign), single)
+
+
 @intrinsic
-def not_negative(typing: Any, x: Any, start: Any) -> Any:
-    """A bit for each of 32 numbers from ``start`` on: whether it is at least 0."""
+def note_signs(typing: Any, x: Any, error: Any, ratio: Any, out: Any, start: Any, bits: Any, first: Any) -> Any:
+    """``read`` ``STRIDE`` numbers, put a bit for each into ``bits``, 1 if it is at least 0, and sum their magnitudes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vector = ir.VectorType(context.get_value_type(x.dtype), LANES)
-        numbers = _load(context, builder, x, args[0], args[1], vector)
-        return builder.bitcast(builder.fcmp_ordered(">=", numbers, ir.Constant(vector, None)), WORD)
+        double = ir.DoubleType()
+        total = ir.Constant(ir.VectorType(double, LANES), None)
+        for i in range(0, STRIDE, LANES):
+            numbers = _numbers(context, builder, signature.args[:4], args[:4], builder.add(args[4], args[4].type(i)))
+            positive = builder.fcmp_ordered(">=", numbers, ir.Constant(numbers.type, None))
+            to = builder.add(args[6], args[6].type(i // 8))
+            _store(context, builder, builder.bitcast(positive, WORD), bits, args[5], to)
+            size = builder.select(positive, numbers, builder.fneg(numbers))
+            total = builder.fadd(total, size if size.type == total.type else builder.fpext(size, total.type))
+        for half in (16, 8, 4, 2, 1):
+            low, high = (
+                builder.shuffle_vector(total, total, ir.Constant(ir.VectorType(ir.IntType(32), half), list(places)))
+                for places in (range(half), range(half, 2 * half))
+            )
+            total = builder.fadd(low, high)
+        return builder.extract_element(total, ir.IntType(32)(0))
 
-    return types.uint32(x, types.intp), generate
+    return types.float64(x, error, ratio, out, types.intp, bits, types.intp), generate
 
 
 @intrinsic
-def at_least(typing: Any, sizes: Any, start: Any, least: Any) -> Any:
-    """A bit for each of 32 whole numbers from ``start`` on: whether it is at least ``least``, its sign bit aside."""
+def at_least(typing: Any, x: Any, error: Any, ratio: Any, out: Any, start: Any, least: Any) -> Any:
+    """``read`` 32 numbers; a bit for each: whether its magnitude's bits are at least ``least``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = context.get_value_type(sizes.dtype)
-        unsigned = _lanes(builder, element((1 << sizes.dtype.bitwidth - 1) - 1))
-        numbers = _load(context, builder, sizes, args[0], args[1], ir.VectorType(element, LANES))
-        found = builder.icmp_signed(">=", builder.and_(numbers, unsigned), _lanes(builder, args[2]))
+        numbers = _numbers(context, builder, signature.args[:4], args[:4], args[4])
+        size = builder.bitcast(numbers, ir.VectorType(args[5].type, LANES))
+        unsigned = ir.Constant(size.type, [(1 << args[5].type.width - 1) - 1] * LANES)
+        found = builder.icmp_signed(">=", builder.and_(size, unsigned), _lanes(builder, args[5]))
         return builder.bitcast(found, WORD)
 
-    return types.uint32(sizes, types.intp, sizes.dtype), generate
+    return types.uint32(x, error, ratio, out, types.intp, types.Integer.from_bitwidth(out.dtype.bitwidth)), generate
 
 
 @intrinsic
@@ -172,16 +218,6 @@ def lowest(typing: Any, word: Any) -> Any:
         return builder.zext(builder.cttz(args[0], ir.IntType(1)(1)), ir.IntType(64))
 
     return types.int64(types.uint32), generate
-
-
-@intrinsic
-def put_word(typing: Any, bits: Any, start: Any, word: Any) -> Any:
-    """Four bytes of ``bits``."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _store(context, builder, args[2], bits, args[0], args[1])
-
-    return types.none(bits, types.intp, types.uint32), generate
 
 
 @intrinsic
