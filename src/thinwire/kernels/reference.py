@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from thinwire.core.value import WIDE, Sum, settled
+from thinwire.core.value import Sum, settled, wide
 
 MASK = 0xFFFFFFFF
 RUN = 32
@@ -176,8 +176,7 @@ def top_k(x: Tensor | Sum, k: int) -> tuple[Tensor, Tensor]:
 
 def widened(x: Tensor | Sum) -> Tensor:
     """The numbers that a kernel is given: a sum is made first, and 16 bits are read as 32."""
-    x = settled(x)
-    return x if x.dtype in WIDE else x.float()
+    return wide(settled(x))
 
 
 def _add(base: Tensor, decoded: Tensor, columns: int, stacked: bool, out: Tensor) -> None:

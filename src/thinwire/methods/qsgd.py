@@ -82,6 +82,10 @@ class QSGD(Method):
             raise ValueError(f"bits must be in [2, 8], not {self.bits}")
         check_block(self.block)
 
+    @property
+    def widens(self) -> bool:
+        return True
+
     def method(self) -> Method:
         return where(Rule(min_saving=1.0), self)
 
