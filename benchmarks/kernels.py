@@ -1,21 +1,44 @@
 """What the hot loops cost, as multiples of copying the same tensor, on one thread.
 
     python -m benchmarks.kernels [--size 25000000] [--only acp,signs] [--json FILE]
+    python -m benchmarks.kernels --compile
 
 A row is work that a method does in a step, through the functions that it does it with. Rounds of all rows, each beside a
 copy, follow one another; a row's figure is the median over the rounds of its time over the copy's.
+
+``--compile`` times what ``attach`` does so that no training step compiles: for each method in a fresh process, with
+numba's cache empty and then filled.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+
+import thinwire as tw
+from thinwire import kernels
+from thinwire.core.combine import error_feedback
+from thinwire.core.lift import Decoded, two_way
+from thinwire.core.method import Context, Method
+from thinwire.core.rehearsal import rehearse
+from thinwire.core.requests import AllGather
+from thinwire.core.value import Sum, Value, subtract, write
+from thinwire.methods.dist_ef import ScaledSign, Signs
+from thinwire.methods.qsgd import StochasticLevels
+from thinwire.methods.topk import TopK
+from thinwire.registry import METHODS
 
 Work = Callable[[], None]
 ROUNDS = 7
@@ -23,7 +46,53 @@ ROUNDS = 7
 
 def rows(size: int) -> dict[str, tuple[float, Work]]:
     """By the work's name: the most that it should cost, and the work, on tensors of ``size`` numbers."""
-    return {}
+    return elementwise_rows(size)
+
+
+def elementwise_rows(size: int) -> dict[str, tuple[float, Work]]:
+    x, e, out = torch.randn(size), torch.zeros(size), torch.zeros(size)
+    signs, chunk = ScaledSign(2048), -(-size // 4)
+    one = signs.encode(x, 1, size)
+    both_ways, feedback = error_feedback(two_way(signs)), error_feedback(TopK(ratio=0.01))
+    world = Context(world=4)
+    pulled = [Signs(*(torch.cat([t] * 4) for t in signs.encode(x[:chunk], 1, chunk)))]
+    states = {method: method.init(x, world) for method in (both_ways, feedback)}
+    levels, k = StochasticLevels(4, 512, 12345678901234567), size // 1000
+    sketch = kernels.count_sketch(x, 5, 16 * k, 7)
+
+    def compress() -> None:
+        p = Sum(x, e, 1.0)
+        subtract(p.out, Decoded(signs, signs.encode(p, 1, size), size), out=e)
+
+    def exchange() -> None:
+        mean, states[both_ways] = step(both_ways, x, states[both_ways], world, lambda payload: pulled[0])
+        write(x, mean)
+
+    def choose() -> None:
+        alone = Context()
+        _, states[feedback] = step(feedback, x, states[feedback], alone, lambda p: type(p)(*(t[None] for t in p)))
+        x.normal_() if x[0].abs() > 1e9 else None
+
+    return {
+        "signs: residual in, scale, pack, new residual": (2.5, compress),
+        "signs: unpack one worker's and accumulate": (1.5, lambda: signs.add(one, size, out, 0.25, out)),
+        "signs: two-way exchange of one of 4 ranks": (6, exchange),
+        "top-k: exact 1 %, new residual": (4, choose),
+        "QSGD: 4 bits, unbiased, pack": (5, lambda: levels.encode(x, 1, size)),  # type: ignore[dict-item]
+        "sketch: 5 rows": (15, lambda: kernels.count_sketch(x, 5, 16 * k, 7)),
+        "sketch: estimates and the top k of them": (30, lambda: kernels.top_k(kernels.estimate(sketch, size, 7), 8 * k)),
+    }
+
+
+def step(method: Method, x: Tensor, state: Any, ctx: Context, gathered: Callable[[Any], Any]) -> tuple[Value, Any]:
+    """One of a method's steps, with nobody at the other end: what goes to all comes back, as ``gathered`` says."""
+    reduction, reply = method.reduce(x, state, ctx), None
+    while True:
+        try:
+            request = reduction.send(reply)
+        except StopIteration as stop:
+            return stop.value[0].mean, stop.value[1]
+        reply = gathered(request.payload) if isinstance(request, AllGather) else request.payload
 
 
 def seconds(work: Work) -> float:
@@ -44,12 +113,30 @@ def measure(size: int, chosen: dict[str, tuple[float, Work]]) -> dict[str, float
     return {name: statistics.median(found) for name, found in ratios.items()}
 
 
+def compile_all() -> None:
+    print("| method | seconds, cold | warm |\n|---|---|---|")
+    for name in METHODS:
+        with tempfile.TemporaryDirectory() as cache:
+            command = [sys.executable, "-m", "benchmarks.kernels", "--rehearse", name]
+            cold, warm = (
+                float(subprocess.run(command, env=os.environ | {"NUMBA_CACHE_DIR": cache}, stdout=-1).stdout)
+                for _ in range(2)
+            )
+        print(f"| {name} | {cold:.2f} | {warm:.2f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=25_000_000)
     parser.add_argument("--only", help="rows whose names have one of these words in them")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--rehearse", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.compile:
+        return compile_all()
+    if args.rehearse:
+        return print(seconds(lambda: rehearse(tw.method(args.rehearse), [torch.float32], torch.device("cpu"))))
     torch.set_num_threads(1)
     words = args.only.split(",") if args.only else [""]
     chosen = {name: row for name, row in rows(args.size).items() if any(word in name for word in words)}

@@ -14,7 +14,7 @@ from thinwire.core.lift import bounded_ratio
 from thinwire.core.method import Context, Dense, Method, Reduced, State
 from thinwire.core.price import bytes_per_step
 from thinwire.core.requests import Exchange
-from thinwire.core.value import Sparse, Sum, finite, subtract
+from thinwire.core.value import Sparse, Sum, finite, subtract, wide
 
 
 class Wrapper(Method):
@@ -22,6 +22,10 @@ class Wrapper(Method):
 
     __slots__ = ()
     inner: Method
+
+    @property
+    def widens(self) -> bool:
+        return self.inner.widens
 
     @property
     def whole(self) -> bool:
@@ -42,6 +46,9 @@ class Wrapper(Method):
     def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> State:
         return self.inner.resize(x, states, ctx)
 
+    def bare(self) -> Method:
+        return replace(self, inner=self.inner.bare())  # type: ignore[type-var]
+
     def dense(self) -> Method:
         return self.inner.dense()
 
@@ -58,6 +65,10 @@ class ErrorFeedback(Wrapper):
     inner: Method
     max_ratio: float | None = None
     """Bound on eta_{t-1}/eta_t for the error; None keeps the error as it is."""
+
+    @property
+    def widens(self) -> bool:
+        return True
 
     def init(self, x: Tensor, ctx: Context) -> ErrorFeedbackState:
         return ErrorFeedbackState(torch.zeros_like(x), self.inner.init(x, ctx))
@@ -92,6 +103,10 @@ class Local(Wrapper):
     """What a worker does to every gradient before it is exchanged, whichever tensors the method takes and from when."""
 
     __slots__ = ()
+
+    @property
+    def widens(self) -> bool:
+        return False
 
     def around(self, inner: Method) -> Method:
         """The same before another method."""
@@ -202,6 +217,9 @@ class After(Wrapper):
         out, _ = yield from Dense(own=True).reduce(x, (), ctx)
         return out, state
 
+    def bare(self) -> Method:
+        return self.inner.bare()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
@@ -244,13 +262,17 @@ class Where(Wrapper):
         return self._chosen(x, ctx).init(x, ctx)
 
     def reduce(self, x: Tensor, state: Any, ctx: Context) -> Exchange[tuple[Reduced, State]]:
-        return self._chosen(x, ctx).reduce(x, state, ctx)
+        chosen = self._chosen(x, ctx)
+        return chosen.reduce(x if chosen.widens else wide(x), state, ctx)
 
     def withheld(self, x: Tensor, state: Any, ctx: Context) -> Tensor:
         return self._chosen(x, ctx).withheld(x, state, ctx)
 
     def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> State:
         return self._chosen(x, ctx).resize(x, states, ctx)
+
+    def bare(self) -> Method:
+        return self.inner.bare()
 
 
 def error_feedback(method: Method, max_ratio: float | None = None) -> Method:

@@ -34,8 +34,12 @@ class Identity:
     def decode(self, payload: Raw, columns: int, out: Tensor) -> None:
         out.copy_(payload.values.flatten()[: len(out)])
 
-    def add(self, payload: Raw, columns: int, base: Tensor, alpha: float, out: Tensor) -> None:
-        torch.add(base, payload.values.flatten()[: len(out)], alpha=alpha, out=out)
+    def add(
+        self, payload: Raw, columns: int, base: Tensor, alpha: float, out: Tensor, stacked: bool = False
+    ) -> None:
+        for row in payload.values if stacked else payload.values.view(1, -1):
+            torch.add(base, row[: len(out)], alpha=alpha, out=out)
+            base = out
 
     def finite(self, payload: Raw) -> bool:
         return finite(payload.values)
@@ -89,10 +93,8 @@ class MeanDecoded:
         return self.compressor.finite(self.payload)
 
     def _add(self, out: Tensor, alpha: float) -> None:
-        world, flat = len(self.payload[0]), out.view(-1)
-        for i in range(world):
-            one = type(self.payload)(*(t[i : i + 1] for t in self.payload))
-            self.compressor.add(one, self.columns, flat, alpha / world, out=flat)
+        flat, share = out.view(-1), alpha / len(self.payload[0])
+        self.compressor.add(self.payload, self.columns, flat, share, flat, stacked=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +141,9 @@ class TwoWay(Method):
         pushed = C.encode(x.flatten(), W, columns)
         received = yield AllToAll(pushed)
 
-        a = state.server_error * bounded_ratio(ctx, self.max_ratio)
-        for i in range(W):
-            C.add(type(received)(*(t[i : i + 1] for t in received)), columns, a, 1 / W, out=a)
+        ratio, e = bounded_ratio(ctx, self.max_ratio), state.server_error
+        a = torch.empty_like(e)
+        C.add(received, columns, e if ratio == 1 else e * ratio, 1 / W, out=a, stacked=True)
         answer = C.encode(a, 1, columns)
         pulled = yield AllGather(type(answer)(*(t[0] for t in answer)))
 

@@ -77,6 +77,11 @@ class Method:
     """Whether ``reduce`` takes a ``Sum`` too, adds in passing, and shows a bad number of it in what it sends."""
 
     @property
+    def widens(self) -> bool:
+        """Whether ``reduce`` takes numbers of 16 bits too, and widens them in passing."""
+        return False
+
+    @property
     def whole(self) -> bool:
         """Whether it takes the whole gradient as one vector, rather than one tensor at a time."""
         return False
@@ -104,6 +109,10 @@ class Method:
     def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> State:
         """My state in a new world, from those of all workers of the old one. Replicated state is any one's."""
         return states[0]  # type: ignore[no-any-return]
+
+    def bare(self) -> Method:
+        """The method as it is past its warm-up, for a tensor that it takes."""
+        return self
 
     def dense(self) -> Method:
         """How a tensor that this method does not take travels uncompressed in the same collectives."""
@@ -136,8 +145,13 @@ class Compressor(Protocol):
     def decode(self, payload: Any, columns: int, out: Tensor) -> None:
         """out = C(x), out (d,)"""
 
-    def add(self, payload: Any, columns: int, base: Tensor, alpha: float, out: Tensor) -> None:
-        """out = base + alpha C(x), which may be the same memory."""
+    def add(
+        self, payload: Any, columns: int, base: Tensor, alpha: float, out: Tensor, stacked: bool = False
+    ) -> None:
+        """out = base + alpha C(x), which may be the same memory.
+
+        ``stacked``: a row is not a part of a vector but a worker's whole one, and they are added in their order.
+        """
 
     def finite(self, payload: Any) -> bool:
         """Whether C(x) is."""

@@ -117,6 +117,11 @@ def settled(x: Tensor | Sum) -> Tensor:
     return x.made() if isinstance(x, Sum) else x
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in a type that methods compute in."""
+    return x if x.dtype in WIDE else x.float()
+
+
 def write(out: Tensor, value: Value) -> None:
     """out = value; nothing happens where a tensor is that memory already."""
     if not isinstance(value, Tensor) and out.is_contiguous() and out.dtype in WIDE:
@@ -139,8 +144,8 @@ def made(value: Value, like: Tensor) -> Tensor:
     """The value as a tensor in the shape of ``like``."""
     if isinstance(value, Tensor):
         return value
-    wide = torch.promote_types(like.dtype, torch.float32)
-    out = torch.empty_like(like, dtype=wide, memory_format=torch.contiguous_format)
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    out = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
     value.write(out)
     return out
 

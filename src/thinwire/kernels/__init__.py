@@ -11,18 +11,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from thinwire.core.value import WIDE, Sum
 from thinwire.kernels import reference
 
 
 class Kernels(Protocol):
     """What each module of kernels defines; ``reference`` says what they mean."""
 
-    def encode_signs(self, x: Tensor, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]: ...
+    def encode_signs(self, x: Tensor | Sum, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]: ...
 
     def decode_signs(self, scale: Tensor, bits: Tensor, columns: int, block: int, out: Tensor) -> None: ...
 
     def add_signs(
-        self, scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor
+        self, scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor, stacked: bool
     ) -> None: ...
 
     def pack_bits(self, codes: Tensor, bits: int) -> Tensor: ...
@@ -30,30 +31,48 @@ class Kernels(Protocol):
     def unpack_bits(self, packed: Tensor, bits: int, count: int) -> Tensor: ...
 
     def encode_levels(
-        self, x: Tensor, rows: int, columns: int, block: int, bits: int, key: int
+        self, x: Tensor | Sum, rows: int, columns: int, block: int, bits: int, key: int
     ) -> tuple[Tensor, Tensor]: ...
 
     def add_levels(
-        self, scale: Tensor, codes: Tensor, columns: int, block: int, bits: int, base: Tensor, alpha: float, out: Tensor
+        self,
+        scale: Tensor,
+        codes: Tensor,
+        columns: int,
+        block: int,
+        bits: int,
+        base: Tensor,
+        alpha: float,
+        out: Tensor,
+        stacked: bool,
     ) -> None: ...
 
     def count_sketch(self, x: Tensor, rows: int, columns: int, key: int) -> Tensor: ...
 
     def estimate(self, sketch: Tensor, d: int, key: int) -> Tensor: ...
 
-    def top_k(self, x: Tensor, k: int) -> Tensor: ...
+    def top_k(self, x: Tensor | Sum, k: int) -> tuple[Tensor, Tensor]: ...
 
 
-def encode_signs(x: Tensor, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
-    return _for(x).encode_signs(x, rows, columns, block)
+def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
+    return _reading(x).encode_signs(x, rows, columns, block)
 
 
 def decode_signs(scale: Tensor, bits: Tensor, columns: int, block: int, out: Tensor) -> None:
     _for(out).decode_signs(scale, bits, columns, block, out)
 
 
-def add_signs(scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor) -> None:
-    _for(out).add_signs(scale, bits, columns, block, base, alpha, out)
+def add_signs(
+    scale: Tensor,
+    bits: Tensor,
+    columns: int,
+    block: int,
+    base: Tensor,
+    alpha: float,
+    out: Tensor,
+    stacked: bool = False,
+) -> None:
+    _for(out).add_signs(scale, bits, columns, block, base, alpha, out, stacked)
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
@@ -64,14 +83,22 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     return _for(packed).unpack_bits(packed, bits, count)
 
 
-def encode_levels(x: Tensor, rows: int, columns: int, block: int, bits: int, key: int) -> tuple[Tensor, Tensor]:
-    return _for(x).encode_levels(x, rows, columns, block, bits, key)
+def encode_levels(x: Tensor | Sum, rows: int, columns: int, block: int, bits: int, key: int) -> tuple[Tensor, Tensor]:
+    return _reading(x).encode_levels(x, rows, columns, block, bits, key)
 
 
 def add_levels(
-    scale: Tensor, codes: Tensor, columns: int, block: int, bits: int, base: Tensor, alpha: float, out: Tensor
+    scale: Tensor,
+    codes: Tensor,
+    columns: int,
+    block: int,
+    bits: int,
+    base: Tensor,
+    alpha: float,
+    out: Tensor,
+    stacked: bool = False,
 ) -> None:
-    _for(out).add_levels(scale, codes, columns, block, bits, base, alpha, out)
+    _for(out).add_levels(scale, codes, columns, block, bits, base, alpha, out, stacked)
 
 
 def count_sketch(x: Tensor, rows: int, columns: int, key: int) -> Tensor:
@@ -82,13 +109,20 @@ def estimate(sketch: Tensor, d: int, key: int) -> Tensor:
     return _for(sketch).estimate(sketch, d, key)
 
 
-def top_k(x: Tensor, k: int) -> Tensor:
-    return _for(x).top_k(x, k)
+def top_k(x: Tensor | Sum, k: int) -> tuple[Tensor, Tensor]:
+    return _reading(x).top_k(x, k)
 
 
 def _for(x: Tensor) -> Kernels:
-    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64, torch.uint8):
+    if x.device.type == "cpu" and x.dtype in (*WIDE, torch.uint8):
         from thinwire.kernels import cpu  # here, so that only its users pay for importing numba
 
         return cpu
     return reference
+
+
+def _reading(x: Tensor | Sum) -> Kernels:
+    """For a kernel that takes what a method is given: numbers of 16 bits too, and sums, which it makes in passing."""
+    given = x.x if isinstance(x, Sum) else x
+    narrow = given.dtype in (torch.bfloat16, torch.float16) and x.dtype in (given.dtype, torch.float32)
+    return _for(given.new_empty(0, dtype=torch.float32)) if narrow else _for(given)

@@ -11,13 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from thinwire.core.value import Sum, settled, wide
+
 MASK = 0xFFFFFFFF
+RUN = 32
+"""Neighbours that a large sketch keeps together, so that it does not touch a line of the cache for each."""
 
 
-def encode_signs(x: Tensor, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
+def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
     """x (d,) -> scale (rows, ceil(columns / block)): the mean magnitude of each block, 0 if it is empty;
     bits (rows, ceil(columns / 8)): 1 where x >= 0, and 0 where there is no number.
     """
+    x = widened(x)
     d, missing = len(x), rows * columns - len(x)
     blocks = _blocks(x, rows, columns, block)
     real = torch.arange(rows * columns, device=x.device).view(rows, columns) < d
@@ -32,9 +37,14 @@ def decode_signs(scale: Tensor, bits: Tensor, columns: int, block: int, out: Ten
     out.copy_(_signs(scale, bits, columns, block)[: len(out)])
 
 
-def add_signs(scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor) -> None:
-    """out (d,) = base + alpha times the decoded signs; ``out`` may be ``base``."""
-    torch.add(base, _signs(scale * alpha, bits, columns, block)[: len(out)], out=out)
+def add_signs(
+    scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor, stacked: bool
+) -> None:
+    """out (d,) = base + alpha times the decoded signs; ``out`` may be ``base``.
+
+    Where they are ``stacked``, each row stands for all of ``out``, and one after the other is added.
+    """
+    _add(base, _signs(scale * alpha, bits, columns, block), columns, stacked, out)
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
@@ -50,14 +60,14 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     return (each.view(len(packed), count, bits) << _shifts(packed.device)[:bits]).sum(-1, dtype=torch.uint8)
 
 
-def encode_levels(x: Tensor, rows: int, columns: int, block: int, bits: int, key: int) -> tuple[Tensor, Tensor]:
+def encode_levels(x: Tensor | Sum, rows: int, columns: int, block: int, bits: int, key: int) -> tuple[Tensor, Tensor]:
     """x (d,) -> scale (rows, ceil(columns / block)): the largest magnitude of each block;
     codes (rows, ceil(columns * bits / 8)): |x| / scale in s = 2**(bits-1) - 1 levels, with x's sign, plus s.
 
     A number between two levels goes up with the probability of its distance from the lower one, by the key's
     ``uniform`` number at its place. A block without a finite scale above 0 has level 0 throughout.
     """
-    s = 2 ** (bits - 1) - 1
+    x, s = widened(x), 2 ** (bits - 1) - 1
     values = _blocks(x, rows, columns, block)
     scale = values.abs().amax(-1)
     usable = ((scale > 0) & scale.isfinite()).unsqueeze(-1)
@@ -69,17 +79,30 @@ def encode_levels(x: Tensor, rows: int, columns: int, block: int, bits: int, key
 
 
 def add_levels(
-    scale: Tensor, codes: Tensor, columns: int, block: int, bits: int, base: Tensor, alpha: float, out: Tensor
+    scale: Tensor,
+    codes: Tensor,
+    columns: int,
+    block: int,
+    bits: int,
+    base: Tensor,
+    alpha: float,
+    out: Tensor,
+    stacked: bool,
 ) -> None:
-    """out (d,) = base + alpha times the decoded levels; ``out`` may be ``base``."""
+    """out (d,) = base + alpha times the decoded levels; as ``add_signs``."""
     s = 2 ** (bits - 1) - 1
     levels = unpack_bits(codes, bits, columns).to(scale.dtype) - s
     unit = (scale / s * alpha).repeat_interleave(block, -1)[:, :columns]
-    torch.add(base, (unit * levels).flatten()[: len(out)], out=out)
+    _add(base, (unit * levels).flatten(), columns, stacked, out)
 
 
 def count_sketch(x: Tensor, rows: int, columns: int, key: int) -> Tensor:
-    """S (rows, columns), where number j of x (d,) is added to one place of each row, with a sign: both by a hash."""
+    """S (rows, columns), where number j of x (d,) is added to one place of each row, with a sign: both by a hash.
+
+    In a large sketch, runs of neighbours go to neighbouring places, round the row's end, with a sign each. Two of one run
+    never meet, any other two do with the chance 1 / columns, and their signs then agree by chance: so an estimate has the
+    variance that it has where each number goes by itself, since that depends on pairs alone. But runs meet as a whole.
+    """
     sketch = x.new_zeros(rows, columns)
     for r, salt in enumerate(row_keys(rows, key)):
         place, sign = _hashed(len(x), columns, salt, x)
@@ -105,8 +128,15 @@ def row_keys(rows: int, key: int) -> list[int]:
 
 
 def _hashed(d: int, columns: int, salt: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    bits = _mixed(_mixed(torch.arange(d, device=like.device)) ^ salt)
-    return (bits >> 1) * columns >> 31, 1 - 2 * (bits & 1).to(like.dtype)
+    j, run = torch.arange(d, device=like.device), run_length(columns)
+    first = _mixed(_mixed(j // run) ^ salt)
+    sign = 1 - 2 * (_mixed(first ^ MASK) >> j % run & 1).to(like.dtype)
+    return ((first * columns >> 32) + j % run) % columns, sign
+
+
+def run_length(columns: int) -> int:
+    """How many neighbours a sketch keeps together: few beside its columns."""
+    return RUN if columns >= 256 * RUN else 1
 
 
 def uniform(count: int, key: int, device: torch.device) -> Tensor:
@@ -128,18 +158,31 @@ def _blocks(x: Tensor, rows: int, columns: int, block: int) -> Tensor:  # (rows,
     return pad(padded, (0, -columns % block)).view(rows, -1, block)
 
 
-def top_k(x: Tensor, k: int) -> Tensor:
-    """The places (k,) of the largest magnitudes of x (d,), in rising order; of equal ones the first are taken.
+def top_k(x: Tensor | Sum, k: int) -> tuple[Tensor, Tensor]:
+    """The numbers (k,) of x (d,) with the largest magnitudes, and their places, which rise; of equal ones the first.
 
     NaN counts as infinite.
     """
+    x = widened(x)
     if x.is_meta:
-        return x.new_empty(k, dtype=torch.int64)
+        return x.new_empty(k), x.new_empty(k, dtype=torch.int64)
     size = x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
     least = size.topk(k).values.min()
     above = (size > least).nonzero().flatten()
     level = (size == least).nonzero().flatten()[: k - len(above)]
-    return torch.cat([above, level]).sort().values
+    places = torch.cat([above, level]).sort().values
+    return x[places], places
+
+
+def widened(x: Tensor | Sum) -> Tensor:
+    """The numbers that a kernel is given: a sum is made first, and 16 bits are read as 32."""
+    return wide(settled(x))
+
+
+def _add(base: Tensor, decoded: Tensor, columns: int, stacked: bool, out: Tensor) -> None:
+    for layer in decoded.view(-1, columns) if stacked else [decoded]:
+        torch.add(base, layer[: len(out)], out=out)
+        base = out
 
 
 def _signs(scale: Tensor, bits: Tensor, columns: int, block: int) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from thinwire.core.combine import Clip, Rule, error_feedback, momentum_correction, where
 from thinwire.core.method import Context, Method, Reduced, State
 from thinwire.core.requests import Exchange
+from thinwire.core.value import Sum
 from thinwire.methods.topk import TopK
 
 FIRST_RATIO = 0.25
@@ -54,7 +55,7 @@ class DGC(TopK):
         corrected = momentum_correction(self.momentum, where(Rule(), error_feedback(self)))
         return LocalClip(self.clip, corrected) if self.clip else corrected
 
-    def reduce(self, x: Tensor, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+    def reduce(self, x: Tensor | Sum, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         return TopK(ratio=self.density(ctx.step)).reduce(x, state, ctx)
 
     def density(self, step: int) -> float:

@@ -23,7 +23,7 @@ from thinwire import kernels
 from thinwire.core.combine import Rule, error_feedback, nesterov, where, whole
 from thinwire.core.lift import two_way
 from thinwire.core.method import Method
-from thinwire.core.value import Sum, finite, settled
+from thinwire.core.value import Sum, finite
 
 
 class Signs(NamedTuple):
@@ -39,13 +39,15 @@ class ScaledSign:
     """Most elements that share a scale; 0 for all of a row."""
 
     def encode(self, x: Tensor | Sum, rows: int, columns: int) -> Signs:
-        return Signs(*kernels.encode_signs(settled(x), rows, columns, self._block(columns)))
+        return Signs(*kernels.encode_signs(x, rows, columns, self._block(columns)))
 
     def decode(self, payload: Signs, columns: int, out: Tensor) -> None:
         kernels.decode_signs(payload.scale, payload.bits, columns, self._block(columns), out)
 
-    def add(self, payload: Signs, columns: int, base: Tensor, alpha: float, out: Tensor) -> None:
-        kernels.add_signs(payload.scale, payload.bits, columns, self._block(columns), base, alpha, out)
+    def add(
+        self, payload: Signs, columns: int, base: Tensor, alpha: float, out: Tensor, stacked: bool = False
+    ) -> None:
+        kernels.add_signs(payload.scale, payload.bits, columns, self._block(columns), base, alpha, out, stacked)
 
     def finite(self, payload: Signs) -> bool:
         return finite(payload.scale)

@@ -69,6 +69,10 @@ class DQ(Method):
             raise ValueError(f"total_steps must be at least 1, not {self.total_steps}")
         check_block(self.block)
 
+    @property
+    def widens(self) -> bool:
+        return True
+
     def method(self) -> Method:
         return whole(self)
 

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from thinwire.core.combine import error_feedback, whole
 from thinwire.core.method import Context, Method, Reduced, State
 from thinwire.core.requests import Exchange, Swap
-from thinwire.core.value import Sparse
+from thinwire.core.value import Sparse, Sum
 from thinwire.methods.topk import Entries, TopK, largest, narrow, widened
 
 
@@ -47,7 +47,7 @@ class GTopK(TopK):
     def method(self) -> Method:
         return whole(error_feedback(self))
 
-    def reduce(self, x: Tensor, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+    def reduce(self, x: Tensor | Sum, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         d, rank, world = x.numel(), ctx.rank, ctx.world
         first = T = largest(x, self.ratio)
         strides = [1 << j for j in range(max(1, (world - 1).bit_length()))]  # a round even for a worker alone

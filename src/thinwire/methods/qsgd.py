@@ -27,7 +27,7 @@ from thinwire.core.combine import Rule, where
 from thinwire.core.lift import gathered
 from thinwire.core.method import Context, Method, Reduced, State
 from thinwire.core.requests import Exchange
-from thinwire.core.value import Sum, finite, settled
+from thinwire.core.value import Sum, finite
 
 
 class Levels(NamedTuple):
@@ -44,13 +44,15 @@ class StochasticLevels:
     key: int
 
     def encode(self, x: Tensor | Sum, rows: int, columns: int) -> Levels:
-        return Levels(*kernels.encode_levels(settled(x), rows, columns, self.block, self.bits, self.key))
+        return Levels(*kernels.encode_levels(x, rows, columns, self.block, self.bits, self.key))
 
     def decode(self, payload: Levels, columns: int, out: Tensor) -> None:
         self.add(payload, columns, out.zero_(), 1.0, out)
 
-    def add(self, payload: Levels, columns: int, base: Tensor, alpha: float, out: Tensor) -> None:
-        kernels.add_levels(payload.scale, payload.codes, columns, self.block, self.bits, base, alpha, out)
+    def add(
+        self, payload: Levels, columns: int, base: Tensor, alpha: float, out: Tensor, stacked: bool = False
+    ) -> None:
+        kernels.add_levels(payload.scale, payload.codes, columns, self.block, self.bits, base, alpha, out, stacked)
 
     def finite(self, payload: Levels) -> bool:
         return finite(payload.scale)
@@ -79,6 +81,10 @@ class QSGD(Method):
         if not 2 <= self.bits <= 8:
             raise ValueError(f"bits must be in [2, 8], not {self.bits}")
         check_block(self.block)
+
+    @property
+    def widens(self) -> bool:
+        return True
 
     def method(self) -> Method:
         return where(Rule(min_saving=1.0), self)

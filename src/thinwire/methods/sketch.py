@@ -63,8 +63,8 @@ class Sketch(Method):
         v, d, key = x.flatten(), x.numel(), ctx.key(str(ctx.step))
         k = share(self.ratio, d)
         S = yield AllReduce(kernels.count_sketch(v, self.rows, self.cols or 16 * k, key))
-        P = kernels.top_k(kernels.estimate(S, d, key), min(d, self.p2 * k))
+        _, P = kernels.top_k(kernels.estimate(S, d, key), min(d, self.p2 * k))
         local = v[P]
         V = yield AllReduce(local)
-        top = kernels.top_k(V, k)
-        return Reduced(Sparse(P[top], V[top]), sent=Sparse(P[top], local[top])), state
+        values, top = kernels.top_k(V, k)
+        return Reduced(Sparse(P[top], values), sent=Sparse(P[top], local[top])), state

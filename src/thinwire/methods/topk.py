@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from thinwire import kernels
 from thinwire.core.combine import Rule, error_feedback, where
 from thinwire.core.method import Context, Method, Reduced, State
 from thinwire.core.requests import AllGather, Exchange
-from thinwire.core.value import Sparse
+from thinwire.core.value import Sparse, Sum
 
 
 class Entries(NamedTuple):
@@ -37,6 +37,7 @@ class Entries(NamedTuple):
 class TopK(Method):
     """The largest coordinates of each worker with error feedback: one all-gather."""
 
+    adds: ClassVar[bool] = True
     ratio: float = 0.01
     """Share of the coordinates that is sent."""
 
@@ -47,18 +48,16 @@ class TopK(Method):
     def method(self) -> Method:
         return where(Rule(), error_feedback(self))
 
-    def reduce(self, x: Tensor, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+    def reduce(self, x: Tensor | Sum, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         mine = largest(x, self.ratio)
         values, indices = yield AllGather(Entries(mine.values, narrow(mine.indices, x.numel())))
         mean = Sparse(widened(indices), values / len(values))
         return Reduced(mean, sent=Sparse(mine.indices, mine.values)), state
 
 
-def largest(x: Tensor, ratio: float) -> Entries:
+def largest(x: Tensor | Sum, ratio: float) -> Entries:
     """The share of ``x`` with the largest magnitudes, by their places in the flattened tensor, in rising order."""
-    flat = x.flatten()
-    indices = kernels.top_k(flat, share(ratio, len(flat)))
-    return Entries(flat[indices], indices)
+    return Entries(*kernels.top_k(x.flatten(), share(ratio, x.numel())))
 
 
 def share(ratio: float, d: int) -> int:

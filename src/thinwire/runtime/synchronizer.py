@@ -14,6 +14,7 @@ from torch.futures import Future
 from thinwire.core.exchange import exchange
 from thinwire.core.lockstep import Collective, Lockstep
 from thinwire.core.method import Averager, Context, Dense, Method, Owner, State
+from thinwire.core.rehearsal import rehearse
 from thinwire.core.requests import Exchange
 from thinwire.core.value import Value, made, write
 from thinwire.errors import ExchangeError
@@ -116,6 +117,9 @@ class Synchronizer:
         if self._owner is not None:
             self._owner.attached = True
         self._may_be_absent = may_be_absent
+        kinds = {(p.dtype, p.device) for p in self.ledger.names}
+        for device in {device for _, device in kinds}:
+            rehearse(self.method, sorted({dtype for dtype, d in kinds if d == device}, key=str), device)
         self._engine = engine = Engine(transport, self.telemetry, repr(self.method))
         weakref.finalize(self, engine.close)
         if self._to_load is not None:

@@ -1,0 +1,20 @@
+"""The kernels on the CPU: numba loops over rows, in place on the tensors' own memory."""
+
+from thinwire.kernels.cpu.bits import pack_bits, unpack_bits
+from thinwire.kernels.cpu.levels import add_levels, encode_levels
+from thinwire.kernels.cpu.select import top_k
+from thinwire.kernels.cpu.signs import add_signs, decode_signs, encode_signs
+from thinwire.kernels.cpu.sketch import count_sketch, estimate
+
+__all__ = [
+    "add_levels",
+    "add_signs",
+    "count_sketch",
+    "decode_signs",
+    "encode_levels",
+    "encode_signs",
+    "estimate",
+    "pack_bits",
+    "top_k",
+    "unpack_bits",
+]

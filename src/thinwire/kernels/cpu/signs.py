@@ -1,0 +1,126 @@
+"""Signs and their scales; see ``reference``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.core.value import Sum
+from thinwire.kernels.cpu.vector import (
+    CHUNK,
+    LANES,
+    STRIDE,
+    Array,
+    add_signed,
+    array,
+    compiled,
+    note_signs,
+    put_signed,
+    read,
+    source,
+    word_at,
+)
+
+
+def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
+    assert x.numel() <= rows * columns
+    given = source(x, STRIDE)
+    scale = torch.empty(rows, -(-columns // block), dtype=torch.float64 if given[3].itemsize == 8 else torch.float32)
+    bits = torch.empty(rows, -(-columns // 8), dtype=torch.uint8)
+    _encode(*given, columns, block, array(scale), array(bits))
+    return scale, bits
+
+
+def decode_signs(scale: Tensor, bits: Tensor, columns: int, block: int, out: Tensor) -> None:
+    _check(scale, bits, columns, block, len(bits) * columns, out)
+    _decode(array(scale), array(bits), columns, block, array(out))
+
+
+def add_signs(
+    scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor, stacked: bool
+) -> None:
+    _check(scale, bits, columns, block, columns if stacked else len(bits) * columns, out, base)
+    _add(array(scale * alpha), array(bits), columns, block, stacked, array(base), array(out))
+
+
+def _check(scale: Tensor, bits: Tensor, columns: int, block: int, most: int, *vectors: Tensor) -> None:
+    rows = len(bits)
+    assert vectors[0].is_contiguous()
+    assert len({len(v) for v in vectors}) == 1
+    assert len(vectors[0]) <= most
+    assert (tuple(scale.shape), tuple(bits.shape)) == ((rows, -(-columns // block)), (rows, -(-columns // 8)))
+
+
+@compiled
+def _encode(
+    x: Array, error: Array | None, ratio: Any, p: Array, columns: int, block: int, scale: Array, bits: Array
+) -> None:
+    for r in range(scale.shape[0]):
+        first, last = min(len(x), r * columns), min(len(x), (r + 1) * columns)
+        octets = bits[r]
+        octets[(last - first + 7) // 8 :] = 0
+        for b in range(scale.shape[1]):
+            start, end = min(last, first + b * block), min(last, first + (b + 1) * block)
+            total, whole = 0.0, end - (end - start) % STRIDE
+            for j in range(start, whole, STRIDE):
+                total += note_signs(x, error, ratio, p, j, octets, (j - first) // 8)
+            rest = read(x, error, ratio, p, whole, end)
+            total += _magnitude(rest)
+            _note(rest, octets[(whole - first) // 8 :])
+            scale[r, b] = total / max(1, end - start)
+
+
+@compiled
+def _decode(scale: Array, bits: Array, columns: int, block: int, out: Array) -> None:
+    for r in range(scale.shape[0]):
+        row = out[r * columns : (r + 1) * columns]
+        for b in range(scale.shape[1]):
+            start, end = min(len(row), b * block), min(len(row), (b + 1) * block)
+            part, octets, size = row[start:end], bits[r, start // 8 :], scale[r, b]
+            whole = len(part) // LANES * LANES
+            for j in range(0, whole, LANES):
+                put_signed(part, j, word_at(octets, j // 8), size)
+            for j in range(whole, len(part)):
+                part[j] = size if octets[j // 8] >> (j % 8) & 1 else -size
+
+
+@compiled
+def _add(scale: Array, bits: Array, columns: int, block: int, stacked: bool, base: Array, out: Array) -> None:
+    layers = scale.shape[0] if stacked else 1
+    for r in range(scale.shape[0] // layers):
+        source, row = base[r * columns : (r + 1) * columns], out[r * columns : (r + 1) * columns]
+        for b in range(scale.shape[1]):
+            start, end = min(len(row), b * block), min(len(row), (b + 1) * block)
+            for j in range(start, end, CHUNK):
+                onto, into = source[j : min(end, j + CHUNK)], row[j : min(end, j + CHUNK)]
+                for i in range(r, r + layers):
+                    _add_part(scale[i, b], bits[i, j // 8 :], onto, into)
+                    onto = into
+
+
+@compiled
+def _add_part(size: Any, octets: Array, onto: Array, into: Array) -> None:
+    whole = len(into) // LANES * LANES
+    for j in range(0, whole, LANES):
+        add_signed(onto, into, j, word_at(octets, j // 8), size)
+    for j in range(whole, len(into)):
+        into[j] = onto[j] + (size if octets[j // 8] >> (j % 8) & 1 else -size)
+
+
+@compiled
+def _magnitude(x: Array) -> float:
+    total = 0.0
+    for j in range(len(x)):
+        total += abs(x[j])
+    return total
+
+
+@compiled
+def _note(x: Array, octets: Array) -> None:
+    for j in range(0, len(x), 8):
+        octet = 0
+        for k in range(min(8, len(x) - j)):
+            octet |= (x[j + k] >= 0) << k
+        octets[j // 8] = octet

@@ -1,0 +1,288 @@
+"""What the loops on the CPU are made of: reading a gradient, and 32 numbers at a time beside their 32 bits.
+
+Between numbers and bits the loops say what they want in vectors of LLVM, which it knows instructions for on any
+machine; all else it vectorises by itself. Loops release the GIL, since the engine's threads run them side by side.
+They do not look where they read and write: their callers do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, overload
+from torch import Tensor
+
+from thinwire.core.value import Sum, settled
+
+Array = np.ndarray[Any, Any]
+compiled = njit(nogil=True, cache=True)
+CHUNK = 2048
+"""Numbers that are worked on together; they stay in the nearest cache."""
+LANES = 32
+STRIDE = 256
+"""Numbers that ``note_signs`` takes at once."""
+
+
+def array(x: Tensor) -> Array:
+    """The tensor's memory, or a copy's where it is strided. bf16 comes as int16, and fp16 as uint16: the bits."""
+    x = x.detach().contiguous()
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16).numpy()
+    return x.view(torch.uint16).numpy() if x.dtype == torch.float16 else x.numpy()
+
+
+Source = tuple[Array, Array | None, Any, Array]
+
+
+def source(x: Tensor | Sum, scratch: int = 0) -> Source:
+    """What ``read`` needs: x, the error and its ratio, and memory for their sum, or for ``scratch`` widened numbers."""
+    if isinstance(x, Sum) and x.pending and x.out.is_contiguous():
+        x.pending = False
+        error = array(x.error)
+        return array(x.x), error, error.dtype.type(x.ratio), array(x.out)
+    plain = array(settled(x))
+    ratio = np.float64(1) if plain.dtype == np.float64 else np.float32(1)
+    return plain, None, ratio, plain if plain.dtype.kind == "f" else np.empty(scratch, np.float32)
+
+
+def read(x: Array, error: Array | None, ratio: Any, out: Array, start: int, end: int) -> Array:
+    """Numbers ``start`` to ``end`` of x, or of x + ratio * error: those are left in ``out``."""
+    raise NotImplementedError  # what it does depends on the types
+
+
+@overload(read, strict=False, inline="always")
+def _read(x: Any, error: Any, ratio: Any, out: Any, start: Any, end: Any) -> Any:
+    wide = isinstance(x.dtype, types.Float)
+    if isinstance(error, types.NoneType):
+
+        def plain(x, error, ratio, out, start, end):  # type: ignore[no-untyped-def]
+            return x[start:end]
+
+        def widened(x, error, ratio, out, start, end):  # type: ignore[no-untyped-def]
+            widen(x[start:end], out)
+            return out[: end - start]
+
+        return plain if wide else widened
+
+    def summed(x, error, ratio, out, start, end):  # type: ignore[no-untyped-def]
+        _add(x[start:end], error[start:end], ratio, out[start:end])
+        return out[start:end]
+
+    def widened_and_summed(x, error, ratio, out, start, end):  # type: ignore[no-untyped-def]
+        widen(x[start:end], out[start:end])
+        _add(out[start:end], error[start:end], ratio, out[start:end])
+        return out[start:end]
+
+    return summed if wide else widened_and_summed
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})  # rounded once, as torch's is
+def _add(x: Array, error: Array, ratio: Any, out: Array) -> None:
+    for k in range(len(x)):
+        out[k] = x[k] + ratio * error[k]
+
+
+def widen(x: Array, out: Array) -> None:
+    """The numbers that 16 bits stand for."""
+    raise NotImplementedError
+
+
+@overload(widen, strict=False)
+def _widen(x: Any, out: Any) -> Any:
+    def bfloat16(x, out):  # type: ignore[no-untyped-def]
+        bits = out.view(np.int32)
+        for k in range(len(x)):
+            bits[k] = np.int32(x[k]) << 16
+
+    def float16(x, out):  # type: ignore[no-untyped-def]
+        bits = out.view(np.uint32)
+        for k in range(len(x)):
+            bits[k] = np.uint32(x[k] & 0x7FFF) << 13
+        for k in range(len(x)):
+            # the exponents differ by 112; where all of its bits are set it is an infinity, or not a number
+            out[k] *= np.float32(2.0**112)
+        for k in range(len(x)):
+            special = (x[k] & 0x7C00) == 0x7C00
+            bits[k] |= np.uint32(0x7F800000 if special else 0) | np.uint32(x[k] & 0x8000) << 16
+
+    return bfloat16 if x.dtype == types.int16 else float16
+
+
+def _address(context: Any, builder: Any, kind: Any, value: Any, start: Any, to: ir.Type) -> Any:
+    data = context.make_array(kind)(context, builder, value).data
+    return builder.bitcast(builder.gep(data, [start]), to.as_pointer())
+
+
+def _load(context: Any, builder: Any, kind: Any, value: Any, start: Any, to: ir.Type) -> Any:
+    found = builder.load(_address(context, builder, kind, value, start, to))
+    found.align = kind.dtype.bitwidth // 8
+    return found
+
+
+def _store(context: Any, builder: Any, what: Any, kind: Any, value: Any, start: Any) -> Any:
+    builder.store(what, _address(context, builder, kind, value, start, what.type)).align = kind.dtype.bitwidth // 8
+    return context.get_dummy_value()
+
+
+def _lanes(builder: Any, value: Any) -> Any:
+    """The same number in all lanes."""
+    vector = ir.VectorType(value.type, LANES)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.IntType(32)(0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), LANES), None))
+
+
+WORD = ir.IntType(LANES)
+
+
+def _numbers(context: Any, builder: Any, kinds: Any, args: Any, start: Any) -> Any:
+    """``read``, of 32 numbers in a vector: ``kinds`` and ``args`` are its first four."""
+    x, error, _, out = kinds
+    element = context.get_value_type(out.dtype)
+    numbers = _load(context, builder, x, args[0], start, ir.VectorType(context.get_data_type(x.dtype), LANES))
+    if not isinstance(x.dtype, types.Float):
+        numbers = _widened(builder, numbers, x.dtype == types.int16)
+    if not isinstance(error, types.NoneType):
+        owed = _load(context, builder, error, args[1], start, ir.VectorType(element, LANES))
+        owed = builder.fmul(_lanes(builder, args[2]), owed, flags=("contract",))
+        numbers = builder.fadd(numbers, owed, flags=("contract",))
+        _store(context, builder, numbers, out, args[3], start)
+    return numbers
+
+
+def _widened(builder: Any, bits: Any, bfloat16: bool) -> Any:
+    """As ``widen``."""
+    word, single = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.FloatType(), LANES)
+
+    def all_of(value: int) -> Any:
+        return ir.Constant(word, [value] * LANES)
+
+    bits = builder.zext(bits, word)
+    if bfloat16:
+        return builder.bitcast(builder.shl(bits, all_of(16)), single)
+    size = builder.shl(builder.and_(bits, all_of(0x7FFF)), all_of(13))
+    scaled = builder.fmul(builder.bitcast(size, single), ir.Constant(single, [2.0**112] * LANES))
+    special = builder.icmp_unsigned(">=", size, all_of(0x7C00 << 13))
+    size = builder.select(special, builder.or_(size, all_of(0x7F800000)), builder.bitcast(scaled, word))
+    sign = builder.shl(builder.and_(bits, all_of(0x8000)), all_of(16))
+    return builder.bitcast(builder.or_(size, sign), single)
+
+
+@intrinsic
+def note_signs(typing: Any, x: Any, error: Any, ratio: Any, out: Any, start: Any, bits: Any, first: Any) -> Any:
+    """``read`` ``STRIDE`` numbers, put a bit for each into ``bits``, 1 if it is at least 0, and sum their magnitudes."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        double = ir.DoubleType()
+        total = ir.Constant(ir.VectorType(double, LANES), None)
+        for i in range(0, STRIDE, LANES):
+            numbers = _numbers(context, builder, signature.args[:4], args[:4], builder.add(args[4], args[4].type(i)))
+            positive = builder.fcmp_ordered(">=", numbers, ir.Constant(numbers.type, None))
+            to = builder.add(args[6], args[6].type(i // 8))
+            _store(context, builder, builder.bitcast(positive, WORD), bits, args[5], to)
+            size = builder.select(positive, numbers, builder.fneg(numbers))
+            total = builder.fadd(total, size if size.type == total.type else builder.fpext(size, total.type))
+        for half in (16, 8, 4, 2, 1):
+            low, high = (
+                builder.shuffle_vector(total, total, ir.Constant(ir.VectorType(ir.IntType(32), half), list(places)))
+                for places in (range(half), range(half, 2 * half))
+            )
+            total = builder.fadd(low, high)
+        return builder.extract_element(total, ir.IntType(32)(0))
+
+    return types.float64(x, error, ratio, out, types.intp, bits, types.intp), generate
+
+
+@intrinsic
+def at_least(typing: Any, x: Any, error: Any, ratio: Any, out: Any, start: Any, least: Any) -> Any:
+    """``read`` 32 numbers; a bit for each: whether its magnitude's bits are at least ``least``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        numbers = _numbers(context, builder, signature.args[:4], args[:4], args[4])
+        size = builder.bitcast(numbers, ir.VectorType(args[5].type, LANES))
+        unsigned = ir.Constant(size.type, [(1 << args[5].type.width - 1) - 1] * LANES)
+        found = builder.icmp_signed(">=", builder.and_(size, unsigned), _lanes(builder, args[5]))
+        return builder.bitcast(found, WORD)
+
+    return types.uint32(x, error, ratio, out, types.intp, types.Integer.from_bitwidth(out.dtype.bitwidth)), generate
+
+
+@intrinsic
+def lowest(typing: Any, word: Any) -> Any:
+    """The place of the lowest bit of a word that has one."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.zext(builder.cttz(args[0], ir.IntType(1)(1)), ir.IntType(64))
+
+    return types.int64(types.uint32), generate
+
+
+@intrinsic
+def word_at(typing: Any, bits: Any, start: Any) -> Any:
+    """Four bytes of ``bits``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _load(context, builder, bits, args[0], args[1], WORD)
+
+    return types.uint32(bits, types.intp), generate
+
+
+def _signed(builder: Any, word: Any, scale: Any) -> Any:
+    positive = builder.bitcast(word, ir.VectorType(ir.IntType(1), LANES))
+    scales = _lanes(builder, scale)
+    return builder.select(positive, scales, builder.fneg(scales))
+
+
+@intrinsic
+def put_signed(typing: Any, out: Any, start: Any, word: Any, scale: Any) -> Any:
+    """32 numbers from ``start`` on: plus or minus ``scale``, by the bits of ``word``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _store(context, builder, _signed(builder, args[2], args[3]), out, args[0], args[1])
+
+    return types.none(out, types.intp, types.uint32, out.dtype), generate
+
+
+@intrinsic
+def add_signed(typing: Any, base: Any, out: Any, start: Any, word: Any, scale: Any) -> Any:
+    """32 numbers of ``out`` from ``start`` on: those of ``base``, plus or minus ``scale``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        signed = _signed(builder, args[3], args[4])
+        onto = _load(context, builder, base, args[0], args[2], signed.type)
+        return _store(context, builder, builder.fadd(onto, signed), out, args[1], args[2])
+
+    return types.none(base, out, types.intp, types.uint32, out.dtype), generate
+
+
+def _flipped(context: Any, builder: Any, x: Any, value: Any, start: Any, word: Any) -> Any:
+    vector = ir.VectorType(context.get_value_type(x.dtype), LANES)
+    numbers = _load(context, builder, x, value, start, vector)
+    negative = builder.bitcast(word, ir.VectorType(ir.IntType(1), LANES))
+    return builder.select(negative, builder.fneg(numbers), numbers)
+
+
+@intrinsic
+def put_flipped(typing: Any, out: Any, start: Any, x: Any, source: Any, word: Any) -> Any:
+    """32 numbers of ``out`` from ``start`` on: those of x from ``source`` on, negated where ``word`` has a bit."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        flipped = _flipped(context, builder, x, args[2], args[3], args[4])
+        return _store(context, builder, flipped, out, args[0], args[1])
+
+    return types.none(out, types.intp, x, types.intp, types.uint32), generate
+
+
+@intrinsic
+def add_flipped(typing: Any, out: Any, start: Any, x: Any, source: Any, word: Any) -> Any:
+    """The same, added to ``out``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        flipped = _flipped(context, builder, x, args[2], args[3], args[4])
+        onto = _load(context, builder, out, args[0], args[1], flipped.type)
+        return _store(context, builder, builder.fadd(onto, flipped), out, args[0], args[1])
+
+    return types.none(out, types.intp, x, types.intp, types.uint32), generate
