@@ -2,8 +2,8 @@
 
     python -m benchmarks.scaling [--only size,hosts,delay] [--pictures docs/pictures]
 
-``size``: one worker and no network, so the time of a step is what engine and method compute; beside copying the gradient
-once, in the same turn. ``hosts``: exchanges without training on 2, 4 and 8 hosts of a lab, beside what the
+``size``: one worker and no network, so the time of a step is what engine and method compute; beside copying the
+gradient once, in the same turn. ``hosts``: exchanges without training on 2, 4 and 8 hosts of a lab, beside what the
 collectives' formulas say. ``delay``: training on 4 hosts with 20 ms between them, in as many messages as thinwire
 chooses, against one for each of DDP's usual buckets of 25 MB.
 """
@@ -184,9 +184,8 @@ def delay() -> None:
     for spec, messages, count, step in _in_lab(4, "delayed", "--rate", RATE, "--delay", DELAY):
         fixed.setdefault(spec, step)
         least = len(tw.price(spec, shapes, 4))
-        print(
-            f"| `{spec}` | {'chosen' if messages is None else '25 MB'} | {count} | {least} | {step / fixed[spec]:.2f}x |"
-        )
+        how = "25 MB" if messages else "chosen"
+        print(f"| `{spec}` | {how} | {count} | {least} | {step / fixed[spec]:.2f}x |")
 
 
 def _in_lab(hosts: int, what: str, *options: str) -> Any:

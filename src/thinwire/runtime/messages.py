@@ -43,6 +43,9 @@ def share(
     if messages is None:
         latency, seconds_per_byte = transport.measure()
         messages = best(len(rounds) * latency, sum(rounds) * seconds_per_byte)
+        if transport.rank == 0:
+            rate = 8e-6 / max(seconds_per_byte, 1e-12)
+            log.info("%d messages a step: latency %.2g ms, rate %.3g Mb/s", messages, 1e3 * latency, rate)
     return rounds[0] / messages
 
 
