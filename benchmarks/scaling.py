@@ -119,7 +119,7 @@ def hosts() -> dict[str, Any]:
     print(f"\nBytes and time of a step's exchange of {MATRICES * WIDTH**2 / 1e6:.1f} M parameters, hosts at {RATE}:\n")
     print("| method | hosts | sent by a host | by its interface | formula | time, of formula's bytes / rate |")
     print("|---|---|---|---|---|---|")
-    found = {count: _in_lab(count, "exchanging", "--rate", RATE) for count in HOSTS}
+    found = {count: in_lab(count, "scaling", ["--inside", "exchanging"], "--rate", RATE) for count in HOSTS}
     shapes = {f"w{i}": (WIDTH, WIDTH) for i in range(MATRICES)}
     rows: dict[str, list[tuple[int, float, float, float]]] = {}
     for spec in SPREAD:
@@ -181,16 +181,17 @@ def delay() -> None:
     print("| method | buckets | collectives a step | method's least | step, of 25 MB buckets' |\n|---|---|---|---|---|")
     shapes = {name: tuple(p.shape) for name, p in load("lm", None, 0).model.named_parameters()}
     fixed = {}
-    for spec, messages, count, step in _in_lab(4, "delayed", "--rate", RATE, "--delay", DELAY):
+    for spec, messages, count, step in in_lab(4, "scaling", ["--inside", "delayed"], "--rate", RATE, "--delay", DELAY):
         fixed.setdefault(spec, step)
         least = len(tw.price(spec, shapes, 4))
         how = "25 MB" if messages else "chosen"
         print(f"| `{spec}` | {how} | {count} | {least} | {step / fixed[spec]:.2f}x |")
 
 
-def _in_lab(hosts: int, what: str, *options: str) -> Any:
+def in_lab(hosts: int, benchmark: str, arguments: list[str], *options: str) -> Any:
+    """What rank 0 of a benchmark found that runs on the hosts of a lab."""
     command = [sys.executable, "-m", "thinwire", "lab", "--hosts", str(hosts), *options, "--"]
-    command += [sys.executable, "-m", "benchmarks.scaling", "--inside", what]
+    command += [sys.executable, "-m", f"benchmarks.{benchmark}", *arguments]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     out = subprocess.run(command, check=True, env=env, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(next(line for line in out.splitlines() if "found " in line).partition("found ")[2])
