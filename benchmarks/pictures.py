@@ -12,12 +12,16 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from thinwire.report import charts
+from thinwire.report.axes import Scale
 from thinwire.report.page import picture
+from thinwire.report.svg import drawing, line, tag, text
 
 WIDTH, MARGIN = 1000, 16
+Points = Sequence[tuple[float, float]]
 
 
 def shoot(browser: str, svg: str, path: Path, dark: bool) -> None:
@@ -32,14 +36,57 @@ def shoot(browser: str, svg: str, path: Path, dark: bool) -> None:
         subprocess.run([browser, *flags, page.as_uri()], check=True, stderr=subprocess.DEVNULL, timeout=60)
 
 
+def plot(points: Mapping[str, Points], across: str, up: str, lines: Mapping[str, Points] | None = None) -> str:
+    """Both scales by orders of magnitude: dots, and lines through them or through ``lines``, each named at its end."""
+    width, height, left, right, top, bottom = 700.0, 360.0, 48.0, 190.0, 26.0, 310.0
+    everything = [point for curves in (points, lines or {}) for curve in curves.values() for point in curve]
+    x = Scale.of([px for px, _ in everything], left, width - right, log=True)
+    low, high = min(py for _, py in everything), max(py for _, py in everything)
+    y = Scale(low / 1.5, high * 1.2, bottom, top, log=True)
+    drawn = []
+    for tick in sorted({px for px, _ in everything}):
+        drawn += [
+            line(x(tick), top, x(tick), bottom, "grid"),
+            text(x(tick), bottom + 15, _short(tick), "axis", "middle"),
+        ]
+    for tick in y.ticks(5):
+        drawn += [
+            line(left, y(tick), width - right, y(tick), "grid"),
+            text(left - 8, y(tick) + 4, f"{tick:g}", "axis", "end"),
+        ]
+    for number, (name, curve) in enumerate(points.items()):
+        path = "M" + "L".join(f"{x(px):.1f} {y(py):.1f}" for px, py in (lines or points)[name])
+        drawn.append(tag("path", d=path, class_=f"curve hue{number}"))
+        drawn += [
+            tag("circle", cx=x(px), cy=y(py), r=4, class_=f"hue{number}", fill="currentColor") for px, py in curve
+        ]
+        drawn.append(text(x(curve[-1][0]) + 10, y(curve[-1][1]) + 4, name, f"label hue{number}"))
+    drawn += [text((left + width - right) / 2, height - 12, across, "axis", "middle"), text(4.0, 12.0, up, "axis")]
+    return drawing(width, height, f"{up} against {across}", *drawn)
+
+
+def _short(value: float) -> str:
+    return f"{value / 1e6:.0f} M" if value >= 1e6 else f"{value:g}"
+
+
+def shoot_all(drawn: Mapping[str, str], folder: Path) -> None:
+    """Each chart, light and dark."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        raise SystemExit("there is no chromium to draw with")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, svg in drawn.items():
+        for dark in (False, True):
+            path = folder / f"{name}-{'dark' if dark else 'light'}.png"
+            shoot(browser, svg, path, dark)
+            print(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("comparison", type=Path)
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        parser.error("there is no chromium to draw with")
     runs = json.loads(args.comparison.read_text())["runs"]
     drawn = {
         "steps": charts.step_times(runs),
@@ -47,12 +94,7 @@ def main() -> None:
         "loss-bytes": charts.losses(runs, "bytes"),
         "timelines": charts.timelines(runs),
     }
-    args.folder.mkdir(parents=True, exist_ok=True)
-    for name, svg in drawn.items():
-        for dark in (False, True):
-            path = args.folder / f"{name}-{'dark' if dark else 'light'}.png"
-            shoot(browser, svg, path, dark)
-            print(path)
+    shoot_all(drawn, args.folder)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,12 @@ import thinwire as tw
 from tests import workers
 from tests.models import Bag, bag_means, batch, flat, gradients, grads, mlp, train_step
 from tests.rows import ROWS
+from thinwire.runtime.messages import best
+
+EACH_BUCKET = 1000
+"""More messages than there are buckets."""
+JOINED = ["acp:rank=2", "powersgd:rank=2", "dist-ef-block:momentum=0.9", "fp16", "topk:ratio=0.1"]
+EQUAL = {name: (16, 16) for name in "abcd"}
 
 
 def _plain_or_attached(rank, _world, spec, ddp_options):
@@ -345,10 +351,10 @@ def _overlap(rank, _world, spec):
     if spec in ("apm", "dist-ef-sgdm"):
         kinds = {"apm": lambda p: tw.optim.APMSqueeze(p, warmup_steps=1), "dist-ef-sgdm": tw.optim.DistEFBlockSGDM}
         opt = kinds[spec](model.parameters())
-        sync = tw.attach(model, opt)
+        sync = tw.attach(model, opt, messages=EACH_BUCKET)
     else:
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
-        sync = tw.attach(model, spec)
+        sync = tw.attach(model, spec, messages=EACH_BUCKET)
     for step in range(3):
         sync.telemetry.tracing = step == 2
         opt.zero_grad()
@@ -364,6 +370,83 @@ def test_communication_runs_under_backward(spec):
     for collectives, early in workers.run(_overlap, 2, spec):
         assert collectives >= 4
         assert early >= collectives // 2
+
+
+def _cut(rank, _world, messages):
+    """Each method's means, collectives in the last step, and the bytes of a message that it has settled on."""
+    out = {}
+    for spec in JOINED:
+        model = DDP(Bag(), bucket_cap_mb=0.001)
+        sync = tw.attach(model, spec, messages=messages)
+        means = []
+        for step in range(4):
+            before = sync.stats()["collectives"]
+            model.zero_grad()
+            model(gradients(rank, step)).backward()
+            means.append(grads(model.module))
+        out[spec] = means, sync.stats()["collectives"] - before, sync._engine.share
+    return out
+
+
+def test_how_many_messages_does_not_matter():
+    """With two workers bit for bit; and one message has as many rounds as the method, however DDP cut its buckets."""
+    shapes = {name: tuple(p.shape) for name, p in Bag().named_parameters()}
+    one, each, chosen = (workers.run(_cut, 2, messages) for messages in (1, EACH_BUCKET, None))
+    for spec in JOINED:
+        for results in zip(one[0][spec][0], each[0][spec][0], chosen[0][spec][0], strict=True):
+            assert all(torch.equal(results[0][name], other[name]) for other in results[1:] for name in other), spec
+        assert chosen[0][spec][2] == chosen[1][spec][2], spec
+        assert one[0][spec][1] == len(tw.price(spec, shapes, 2))
+        assert each[0][spec][1] > one[0][spec][1]
+
+
+def _resumed_cut(rank, _world, messages):
+    """A run through, and one from its middle on that loads its state; the same four buckets from the first step on."""
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1
+    ends = []
+    model = DDP(Bag(EQUAL), bucket_cap_mb=0.001, find_unused_parameters=True)
+    sync = tw.attach(model, "acp:rank=2", messages=messages)
+    for step in range(8):
+        if step == 4:
+            middle = copy.deepcopy(sync.state_dict())
+        model.zero_grad()
+        model(gradients(rank, step, EQUAL)).backward()
+    ends.append(grads(model.module))
+    again = DDP(Bag(EQUAL), bucket_cap_mb=0.001, find_unused_parameters=True)
+    sync = tw.attach(again, "acp:rank=2", messages=messages)
+    sync.load_state_dict(middle)
+    for step in range(4, 8):
+        again.zero_grad()
+        again(gradients(rank, step, EQUAL)).backward()
+    ends.append(grads(again.module))
+    return ends, sync.stats()["collectives"]
+
+
+@pytest.mark.parametrize(("messages", "collectives"), [(1, 4), (2, 8)])
+def test_resuming_with_as_many_messages_is_exact(messages, collectives):
+    (through, resumed), count = workers.run(_resumed_cut, 3, messages)[0]
+    assert count == collectives
+    assert all(torch.equal(through[name], resumed[name]) for name in through)
+
+
+def test_the_best_number_of_messages_takes_the_least_time():
+    for latency, wire in [(0.12, 0.04), (0.001, 0.04), (0.0003, 0.0005), (0.02, 3.5)]:
+        times = {n: n * latency + wire / n for n in range(1, 200)}
+        assert times[best(latency, wire)] <= 1.01 * min(times.values())
+
+
+@pytest.mark.parametrize("spec", ["dense", "gtopk:ratio=0.1"])
+def test_what_saves_nothing_or_is_one_message_anyway_is_not_joined(spec):
+    assert workers.run(_share, 2, spec) == [0.0, 0.0]
+
+
+def _share(rank, _world, spec):
+    return tw.attach(DDP(Bag()), spec, messages=1)._engine.share
+
+
+def test_no_messages_is_refused():
+    with pytest.raises(ValueError, match="messages must be at least 1, not 0"):
+        tw.Synchronizer("acp:rank=2", messages=0)
 
 
 def _counted(rank, world, spec):

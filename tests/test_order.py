@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import torch
 from torch.futures import Future
 
-from thinwire.core.lockstep import Lockstep
 from thinwire.core.requests import AllReduce
 from thinwire.runtime.engine import Engine, Job
 from thinwire.runtime.telemetry import Telemetry
@@ -25,7 +24,8 @@ class Network:
         self.open = []
 
     def start(self, collective):
-        self.issued.append(int(collective.buffer[0]))
+        numbers = [int(x) for x in collective.buffer]
+        self.issued.append(numbers[0] if len(numbers) == 1 else numbers)
         future = Future()
         self.open.append(future)
         return Pending(SimpleNamespace(get_future=lambda: future, wait=lambda: None), collective.buffer)
@@ -47,14 +47,14 @@ def until(condition):
         time.sleep(0.001)
 
 
-def setup():
+def setup(share=0.0):
     network, started, finished = Network(), [], []
-    engine = Engine(network, Telemetry(), "test")
+    engine = Engine(network, Telemetry(), "test", share)
 
     def submit(number, last=False):
         def start():
             started.append(number)
-            return Lockstep([two_rounds(number)])
+            return [two_rounds(number)]
 
         engine.submit(Job(str(number), start, lambda _: finished.append(number), lambda: None, print, [], last))
 
@@ -88,4 +88,38 @@ def test_late_buckets_go_in_the_same_order():
         network.answer()
         until(lambda: finished[-1:] == [number])  # noqa: B023
     assert network.issued == [1, 1, 2, 2, 3, 3]
+    engine.close()
+
+
+def test_buckets_travel_together_until_their_share_is_full():
+    """Each bucket asks for 4 bytes: the second and the fourth pass a multiple of 8, the fifth is the last."""
+    network, started, finished, engine, submit = setup(share=8.0)
+    submit(1)
+    until(lambda: started == [1])  # compressed at once, though its message is not full
+    submit(2)
+    until(lambda: network.issued == [[1, 2]])
+    for number in (3, 4, 5):
+        submit(number, last=number == 5)
+    until(lambda: started == [1, 2, 3, 4])  # the next message, but not the one after it
+    time.sleep(0.05)
+    assert network.issued == [[1, 2]] and started == [1, 2, 3, 4]
+    order = [[1, 2], [1, 2], [3, 4], [3, 4], 5, 5]
+    for rounds in range(2, 7):
+        network.answer()
+        until(lambda: network.issued == order[:rounds])  # noqa: B023
+    network.answer()
+    until(lambda: finished == [1, 2, 3, 4, 5])
+    engine.close()
+
+
+def test_a_step_is_cut_as_the_one_before_it():
+    network, _, finished, engine, submit = setup(share=8.0)
+    for step in range(2):
+        for number in (1, 2, 3):
+            submit(number, last=number == 3)
+        for _ in range(4):
+            until(lambda: network.open)
+            network.answer()
+        until(lambda: len(finished) == 3 * (step + 1))  # noqa: B023
+    assert network.issued == 2 * [[1, 2], [1, 2], 3, 3]
     engine.close()

@@ -43,6 +43,7 @@ from thinwire.workloads.comparison import Plan
 @click.option("--target-loss", type=float, help="Measure the time to this training loss instead of to a step.")
 @click.option("--lr", type=float, help="Peak learning rate; by default each optimizer's usual one.")
 @click.option("--seed", default=0, show_default=True, help="Of the model, the data and the methods.")
+@click.option("--messages", type=int, help="At most so many messages a step; by default from latency and rate.")
 @click.option("--json", "json_path", type=Path, help="Write all figures to this file.")
 @click.option("--report", "report_path", type=Path, help="Write a page with charts to this file.")
 def compare(
@@ -59,9 +60,10 @@ def compare(
 ) -> int:
     """Train METHODS side by side, on the same data from the same start, and show what each costs and gains.
 
-    A method is what `thinwire train` takes, or a baseline: ddp (plain DDP), torch-powersgd (torch's own hook) or local
-    (no communication: the floor). They take turns, so that noise hits all alike. With a rate, a delay, a loss or a
-    preset they run in a lab (see `thinwire lab`), else over this machine's loopback.
+    A method is what `thinwire train` takes, or a baseline: ddp (plain DDP), torch-powersgd (torch's own hook), local
+    (no communication: the floor) or barrier (no communication, but in step). They take turns, so that noise hits all
+    alike. With a rate, a delay, a loss or a preset they run in a lab (see `thinwire lab`), else over this machine's
+    loopback.
 
     \b
     Examples:

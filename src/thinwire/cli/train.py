@@ -33,6 +33,7 @@ from thinwire.workloads.training import Settings
 @click.option("--steps", default=200, show_default=True, help="Optimizer steps.")
 @click.option("--lr", type=float, help="Peak learning rate; by default the optimizer's usual one.")
 @click.option("--seed", default=0, show_default=True, help="Of the model, the data and the method.")
+@click.option("--messages", type=int, help="At most so many messages a step; by default from latency and rate.")
 @click.option("--json", "json_path", type=Path, help="Write the figures to this file.")
 @click.option("--save", type=Path, help="Write checkpoints to this folder.")
 @click.option("--save-every", default=100, show_default=True, help="Steps from one checkpoint to the next.")

@@ -1,4 +1,4 @@
-"""All tensors of a bucket advance together; same-round requests become one collective.
+"""All tensors of a message advance together; same-round requests become one collective.
 
 This is the only place that knows how requests are laid out in buffers. It does not communicate: the engine,
 the simulation and the price list each answer the collectives in their own way.
@@ -6,7 +6,7 @@ the simulation and the price list each answer the collectives in their own way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
@@ -19,6 +19,14 @@ from thinwire.core.requests import AllGather, AllReduce, AllToAll, Exchange, Pay
 R = TypeVar("R")
 
 OPS: dict[type, str] = {AllReduce: "all_reduce", AllGather: "all_gather", AllToAll: "all_to_all", Swap: "swap"}
+
+
+def bytes_sent(op: str, size: int, world: int) -> int:
+    """What ``size`` bytes make it send: a ring's 2(W-1)/W, a gather's W-1, an exchange's (W-1)/W, a swap's all."""
+    if op == "swap":
+        return size
+    factor = {"all_reduce": 2 / world, "all_gather": 1.0, "all_to_all": 1 / world}[op]
+    return int(size * (world - 1) * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,50 +46,55 @@ class Collective:
     """Bytes from each worker."""
 
     def bytes_sent(self, world: int) -> int:
-        """What this worker puts on the wire: a ring's 2(W-1)/W, a gather's W-1, an exchange's (W-1)/W, a swap's all."""
-        size = self.buffer.numel() * self.buffer.element_size()
-        if self.op == "swap":
-            return size
-        factor = {"all_reduce": 2 / world, "all_gather": 1.0, "all_to_all": 1 / world}[self.op]
-        return int(size * (world - 1) * factor)
+        """What this worker puts on the wire."""
+        return bytes_sent(self.op, self.buffer.numel() * self.buffer.element_size(), world)
 
 
 class Lockstep(Generic[R]):
-    """Advances a bucket's generators together, a round at a time, until each has returned."""
+    """Advances generators together, a round at a time, until each has returned."""
 
-    def __init__(self, exchanges: Sequence[Exchange[R]], scratch: Tensor | None = None) -> None:
-        """``scratch`` is memory that an all-reduce may overwrite: the bucket that holds the gradients."""
-        self._scratch = scratch
-        self._exchanges = list(exchanges)
-        self._results: list[R | None] = [None] * len(self._exchanges)
+    def __init__(self, exchanges: Iterable[Exchange[R]] = ()) -> None:
+        self.scratch: Tensor | None = None
+        """Memory that an all-reduce may overwrite: the bucket that holds the gradients."""
+        self._exchanges: list[Exchange[R]] = []
+        self._results: list[R | None] = []
         self._waiting: list[tuple[int, list[Request]]] = []
-        self._groups: list[list[tuple[int, int]]] = []
-        self._started = False
+        self._groups: list[list[tuple[int, int]]] | None = None
+        self.add(exchanges)
+
+    def add(self, exchanges: Iterable[Exchange[R]]) -> list[Request]:
+        """Start some more, before the first round; what they ask for in it."""
+        assert self._groups is None
+        known = len(self._waiting)
+        for one in exchanges:
+            self._exchanges.append(one)
+            self._results.append(None)
+            self._turn(len(self._exchanges) - 1, None)
+        return [request for _, requests in self._waiting[known:] for request in requests]
 
     @property
     def results(self) -> list[R]:
         """What the generators returned, once ``advance`` has given an empty round."""
-        assert self._started
+        assert self._groups is not None
         assert not self._waiting
         return self._results  # type: ignore[return-value]
 
     def advance(self, answers: Sequence[Tensor] = ()) -> list[Collective]:
         """Send back the answers to the last round's collectives; return the next round's, empty at the end."""
-        if self._started:
+        if self._groups is not None:
             replies = self._scatter(answers)
-            turns: list[tuple[int, Any]] = [(i, replies[i]) for i, _ in self._waiting]
-        else:
-            self._started = True
-            turns = [(i, None) for i in range(len(self._exchanges))]
-        self._waiting = []
-        for i, reply in turns:
-            try:
-                yielded = self._exchanges[i].send(reply)
-            except StopIteration as stop:
-                self._results[i] = stop.value
-            else:
-                self._waiting.append((i, list(yielded) if isinstance(yielded, tuple) else [yielded]))
+            turns, self._waiting = self._waiting, []
+            for i, _ in turns:
+                self._turn(i, replies[i])
         return self._fuse()
+
+    def _turn(self, i: int, reply: Any) -> None:
+        try:
+            yielded = self._exchanges[i].send(reply)
+        except StopIteration as stop:
+            self._results[i] = stop.value
+        else:
+            self._waiting.append((i, list(yielded) if isinstance(yielded, tuple) else [yielded]))
 
     def _fuse(self) -> list[Collective]:
         groups: dict[tuple[str, torch.dtype], list[tuple[int, int]]] = {}
@@ -93,12 +106,12 @@ class Lockstep(Generic[R]):
         ordered = sorted(groups.items(), key=lambda item: (item[0][0], str(item[0][1])))
         self._groups = [members for _, members in ordered]
         return [
-            _collective(op, [self._waiting[w][1][r] for w, r in members], self._scratch) for (op, _), members in ordered
+            _collective(op, [self._waiting[w][1][r] for w, r in members], self.scratch) for (op, _), members in ordered
         ]
 
     def _scatter(self, answers: Sequence[Tensor]) -> dict[int, Any]:
         replies: dict[int, list[Any]] = {i: [None] * len(requests) for i, requests in self._waiting}
-        for members, answer in zip(self._groups, answers, strict=True):
+        for members, answer in zip(self._groups or (), answers, strict=True):
             requests = [self._waiting[w][1][r] for w, r in members]
             parts = _delivered(requests, answer) if isinstance(requests[0], Swap) else _split(requests, answer)
             for (w, r), part in zip(members, parts, strict=True):
@@ -189,15 +202,25 @@ def _flat(tensors: Sequence[Tensor], scratch: Tensor | None) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
+def requested_bytes(requests: Iterable[Request], world: int) -> int:
+    """What requests make a worker send; of a swap its payload, which is alike on all workers, whoever sends it."""
+    total = 0
+    for request in requests:
+        tensors = [request.tensor] if isinstance(request, AllReduce) else request.payload
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        total += bytes_sent(OPS[type(request)], size, world)
+    return total
+
+
 def _bytes(rows: Tensor) -> Tensor:
     return rows.contiguous().view(torch.uint8)
 
 
-def drive(lockstep: Lockstep[Any], answer: Callable[[Collective], Tensor]) -> list[Collective]:
-    """Run a bucket to its end with ``answer`` for a network; return all that was sent."""
-    sent: list[Collective] = []
+def drive(lockstep: Lockstep[Any], answer: Callable[[Collective], Tensor]) -> list[list[Collective]]:
+    """Run generators to their end with ``answer`` for a network; return all that was sent, by rounds."""
+    rounds: list[list[Collective]] = []
     collectives = lockstep.advance()
     while collectives:
-        sent += collectives
+        rounds.append(collectives)
         collectives = lockstep.advance([answer(c) for c in collectives])
-    return sent
+    return rounds

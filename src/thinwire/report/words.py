@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Run = Mapping[str, Any]
-BASELINES = ("ddp", "torch-powersgd", "local")
+BASELINES = ("ddp", "torch-powersgd", "local", "barrier")
 EVEN = 1.05
 """Times closer than this are called the same."""
 

@@ -20,12 +20,14 @@ def attach(
     method: str | Recipe | Method | Owner | Averager,
     optimizer: torch.optim.Optimizer | None = None,
     seed: int = 0,
+    messages: int | None = None,
 ) -> Synchronizer:
     """Average ``ddp``'s gradients by ``method`` from now on; every rank calls this, before the first backward.
 
     ``method`` is a spec such as ``"acp:rank=4"``, a method object, or an optimizer that owns its exchange. With
     ``optimizer``, methods whose errors follow the learning rate find it there. An optimizer that averages something
-    else, such as parameters, makes backward silent, as ``no_sync`` does.
+    else, such as parameters, makes backward silent, as ``no_sync`` does. ``messages`` is into how many a step's
+    exchange is cut, at most; by default the number follows from measured latency and rate.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise ValueError(f"attach needs a DistributedDataParallel model, not {type(ddp).__name__}")
@@ -36,7 +38,7 @@ def attach(
             raise ValueError("this model has a communication hook already: attach once, and before any other")
         if ddp._has_rebuilt_buckets or any(p.grad is not None for p in ddp.module.parameters()):
             raise ValueError("attach before the first backward: this model has gradients already")
-        sync = Synchronizer(method, optimizer, seed)
+        sync = Synchronizer(method, optimizer, seed, messages)
     except ValueError as error:
         problem = error
     _bind(ddp, sync, problem)

@@ -1,8 +1,9 @@
 """One thread per synchronizer that runs its exchanges and issues its collectives.
 
-Order is a rule, not a race: buckets go in the order in which they were submitted, which is the same on every rank, and
-all rounds of a bucket go before the first of the next. While a bucket's collective is under way the next bucket, if it
-has arrived, is compressed up to its first request; its collectives are issued when its turn comes.
+Order is a rule, not a race: buckets go in the order in which they were submitted, which is the same on every rank. One
+or more of them travel together as a message; where one message ends and the next begins depends only on the sizes of
+what they ask for. All rounds of a message go before the first of the next. While a message is under way the buckets of
+the next one are compressed as they arrive, up to their first requests, and held until their turn comes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.lockstep import Collective, Lockstep
+from thinwire.core.lockstep import Collective, Lockstep, requested_bytes
+from thinwire.core.requests import Exchange
 from thinwire.core.value import Value
 from thinwire.errors import ExchangeError
 from thinwire.runtime.telemetry import Telemetry
@@ -38,7 +40,7 @@ class Job:
     """One bucket's exchange: how it starts, where its outcome goes, and who is told when it is there."""
 
     label: str
-    start: Callable[[], Lockstep[tuple[Value, Any]]]
+    start: Callable[[], list[Exchange[tuple[Value, Any]]]]
     finish: Callable[[Results], None]
     release: Callable[[], None]
     fail: Callable[[ExchangeError], None]
@@ -46,11 +48,6 @@ class Job:
     """The memory that the job reads and writes."""
     last: bool
     """Whether it is the last of its step."""
-    lockstep: Lockstep[tuple[Value, Any]] | None = None
-    collectives: list[Collective] = field(default_factory=list)
-    pending: list[Pending] = field(default_factory=list)
-    remaining: int = 0
-    issued: float = 0.0
     ready: Any = None
 
     def __post_init__(self) -> None:
@@ -59,16 +56,41 @@ class Job:
             self.ready.record()
 
 
+@dataclass(slots=True, eq=False)
+class Message:
+    """Buckets that travel together."""
+
+    jobs: list[tuple[Job, int]] = field(default_factory=list)
+    """With the number of exchanges of each."""
+    lockstep: Lockstep[tuple[Value, Any]] = field(default_factory=Lockstep)
+    full: bool = False
+    collectives: list[Collective] = field(default_factory=list)
+    pending: list[Pending] = field(default_factory=list)
+    remaining: int = 0
+    issued: float = 0.0
+
+    @property
+    def label(self) -> str:
+        first, more = self.jobs[0][0].label, len(self.jobs) - 1
+        return f"{first} and {more} more" if more else first
+
+
 class Engine:
     """Runs jobs in order on a thread of its own. ``submit`` returns at once."""
 
-    def __init__(self, transport: Transport, telemetry: Telemetry, label: str) -> None:
+    def __init__(self, transport: Transport, telemetry: Telemetry, label: str, share: float = 0.0) -> None:
+        """``share``: a message is full where a step's bytes pass a multiple of it. With 0, each bucket is one."""
         self.transport = transport
         self.telemetry = telemetry
+        self.share = share
         self.error: ExchangeError | None = None
         self._label = label
         self._events: queue.SimpleQueue[Job | _Answered | None] = queue.SimpleQueue()
-        self._jobs: deque[Job] = deque()
+        self._arrived: deque[Job] = deque()
+        self._sending: Message | None = None
+        self._next = Message()
+        self._asked = 0
+        self._at = ""
         self._last_submitted = 0.0
         self._compressed_before = 0.0
         cuda = transport.device.type == "cuda"
@@ -92,77 +114,98 @@ class Engine:
 
     def _run(self) -> None:
         with torch.no_grad(), self._on_stream():
-            while (event := self._events.get()) is not None:
+            while True:
+                # an answer goes before another bucket's compression
+                compressible = bool(self._arrived) and not self._next.full
+                if compressible and self._events.empty():
+                    self._attempt(self._compress)
+                    continue
+                event = self._events.get()
+                if event is None:
+                    return
                 if self.error is not None:
                     if isinstance(event, Job):
                         event.fail(self.error)
-                    continue
-                current = event if isinstance(event, Job) else self._jobs[0]
-                try:
-                    if isinstance(event, Job):
-                        self._arrived(event)
-                    else:
-                        self._answered()
-                except Exception as error:
-                    self._fail(current, error)
+                elif isinstance(event, Job):
+                    self._arrived.append(event)
+                else:
+                    self._attempt(self._answered)
 
-    def _arrived(self, job: Job) -> None:
-        self._jobs.append(job)
-        if len(self._jobs) <= 2:
-            self._prepare(job)
-        if len(self._jobs) == 1:
-            self._issue(job)
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+            while self._sending is None and self._next.full:
+                self._sending, self._next = self._next, Message()
+                self._issue(self._sending)
+        except Exception as error:
+            self._fail(error)
+
+    def _compress(self) -> None:
+        """Start the next bucket's exchanges, up to what they ask for first."""
+        job, message = self._arrived.popleft(), self._next
+        message.jobs.append((job, 0))
+        self._at = job.label
+        if job.ready is not None and self._stream is not None:
+            self._stream.wait_event(job.ready)
+            for tensor in job.tensors:
+                tensor.record_stream(self._stream)
+        with self.telemetry.compressing(job.label):
+            exchanges = job.start()
+            message.jobs[-1] = (job, len(exchanges))
+            asked = requested_bytes(message.lockstep.add(exchanges), self.transport.world)
+        before, self._asked = self._asked, self._asked + asked
+        message.full = job.last or self.share == 0 or self._asked // self.share > before // self.share
+        if job.last:
+            self._asked = 0
+        if message.full:
+            with self.telemetry.compressing(message.label):
+                alone = len(message.jobs) == 1 and len(job.tensors) == 1
+                message.lockstep.scratch = job.tensors[0] if alone else None
+                message.collectives = message.lockstep.advance()
 
     def _answered(self) -> None:
-        job = self._jobs[0]
-        job.remaining -= 1
-        if job.remaining:
+        message = self._sending
+        assert message is not None
+        message.remaining -= 1
+        if message.remaining:
             return
-        answers = self._collect(job)
-        assert job.lockstep is not None
-        with self.telemetry.compressing(job.label):
-            job.collectives = job.lockstep.advance(answers)
-        self._issue(job)
+        self._at = message.label
+        answers = self._collect(message)
+        with self.telemetry.compressing(message.label):
+            message.collectives = message.lockstep.advance(answers)
+        self._issue(message)
 
-    def _prepare(self, job: Job) -> None:
-        if job.lockstep is None:
-            if job.ready is not None and self._stream is not None:
-                self._stream.wait_event(job.ready)
-                for tensor in job.tensors:
-                    tensor.record_stream(self._stream)
-            with self.telemetry.compressing(job.label):
-                job.lockstep = job.start()
-                job.collectives = job.lockstep.advance()
+    def _issue(self, message: Message) -> None:
+        """Send the next round, or finish."""
+        self._at = message.label
+        if not message.collectives:
+            self._finish(message)
+            return
+        message.issued = time.perf_counter()
+        message.remaining = len(message.collectives)
+        message.pending = [self.transport.start(c) for c in message.collectives]
+        for pending in message.pending:
+            pending.when_done(lambda: self._events.put(_Answered()))
 
-    def _issue(self, job: Job) -> None:
-        """Send the job's next round, and use the wait to compress the next job; or finish it and go on."""
-        while not job.collectives:
-            assert job.lockstep is not None
+    def _finish(self, message: Message) -> None:
+        results, start = message.lockstep.results, 0
+        for job, count in message.jobs:
             with self.telemetry.compressing(job.label):
-                job.finish(job.lockstep.results)
-            self._jobs.popleft()
+                job.finish(results[start : start + count])
+            start += count
             if job.last:
                 self._account()
+        self._sending = None
+        for job, _ in message.jobs:
             job.release()
-            if not self._jobs:
-                return
-            job = self._jobs[0]
-            self._prepare(job)
-        job.issued = time.perf_counter()
-        job.remaining = len(job.collectives)
-        job.pending = [self.transport.start(c) for c in job.collectives]
-        for pending in job.pending:
-            pending.when_done(lambda: self._events.put(_Answered()))
-        if len(self._jobs) > 1:
-            self._prepare(self._jobs[1])
 
-    def _collect(self, job: Job) -> list[Tensor]:
-        answers = [pending.result() for pending in job.pending]
+    def _collect(self, message: Message) -> list[Tensor]:
+        answers = [pending.result() for pending in message.pending]
         now = time.perf_counter()
-        self.telemetry.counters.seconds_communicating += now - job.issued
-        for collective in job.collectives:
-            self.telemetry.communicated(collective, self.transport.world, job.label, job.issued, now)
-        job.pending.clear()
+        self.telemetry.counters.seconds_communicating += now - message.issued
+        for collective in message.collectives:
+            self.telemetry.communicated(collective, self.transport.world, message.label, message.issued, now)
+        message.pending.clear()
         return answers
 
     def _account(self) -> None:
@@ -175,20 +218,22 @@ class Engine:
         counters.seconds_waiting += waited
         counters.seconds_exposed += max(0.0, waited - computing)
 
-    def _fail(self, job: Job, error: Exception) -> None:
-        """Tell every rank, then fail this job and all that wait behind it."""
-        jobs = list(self._jobs) if job in self._jobs else [*self._jobs, job]
-        self._jobs.clear()
-        where = f"{self._label}, {job.label}, rank {self.transport.rank}"
+    def _fail(self, error: Exception) -> None:
+        """Tell every rank, then fail all jobs that are not finished."""
+        messages = [m for m in (self._sending, self._next) if m is not None]
+        jobs = [*(job for message in messages for job, _ in message.jobs), *self._arrived]
+        where = f"{self._label}, {self._at}, rank {self.transport.rank}"
         # a work that anything still holds, be it a traceback's frame, would keep the group's connections open
-        for waiting in jobs:
-            waiting.pending.clear()
+        for message in messages:
+            message.pending.clear()
+        self._sending, self._next = None, Message()
+        self._arrived.clear()
         traceback.clear_frames(error.__traceback__)
         reason = self.transport.report_failure(f"{where}: {type(error).__name__}: {error}")
         self.error = ExchangeError(reason)
         self.error.__cause__ = error
-        for waiting in jobs:
-            waiting.fail(self.error)
+        for job in jobs:
+            job.fail(self.error)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from thinwire.core.exchange import exchange
-from thinwire.core.lockstep import Collective, Lockstep
+from thinwire.core.lockstep import Collective
 from thinwire.core.method import Averager, Context, Dense, Method, Owner, State
 from thinwire.core.rehearsal import rehearse
 from thinwire.core.requests import Exchange
@@ -21,6 +21,7 @@ from thinwire.errors import ExchangeError
 from thinwire.registry import Recipe, resolve
 from thinwire.runtime.engine import Engine, Job, Results
 from thinwire.runtime.ledger import WHOLE, Ledger
+from thinwire.runtime.messages import share as message_share
 from thinwire.runtime.state import Snapshot, complete
 from thinwire.runtime.telemetry import Telemetry
 from thinwire.runtime.transport import Transport
@@ -52,7 +53,8 @@ class Synchronizer:
     """Averages gradients over the workers by ``method``: a spec, a method, or an optimizer that owns its exchange.
 
     Making one touches no process group. ``optimizer`` is asked for each parameter's learning rate, which errors may
-    follow.
+    follow. ``messages`` is into how many a step's exchange is cut, at most: DDP's buckets are joined, never cut. By
+    default it follows from the method's bytes and the latency and rate that are measured when the group is known.
     """
 
     def __init__(
@@ -60,7 +62,10 @@ class Synchronizer:
         method: str | Recipe | Method | Owner | Averager,
         optimizer: torch.optim.Optimizer | None = None,
         seed: int = 0,
+        messages: int | None = None,
     ) -> None:
+        if messages is not None and messages < 1:
+            raise ValueError(f"messages must be at least 1, not {messages}")
         self._owner: Owner | None = None
         self.averager: Averager | None = None
         """The optimizer that asks for every exchange itself, if it is one that does."""
@@ -78,6 +83,7 @@ class Synchronizer:
         self.telemetry = Telemetry()
         self.ledger = Ledger(self.method, seed)
         self._seed = seed
+        self._messages = messages
         self._optimizer = optimizer
         self._groups: dict[Tensor, int] = {}
         self._engine: Engine | None = None
@@ -96,7 +102,7 @@ class Synchronizer:
     def identity(self) -> str:
         """What must be alike on all workers."""
         by = f"{self.averager!r} by " if self.averager is not None else ""
-        return f"{by}{self.method!r}, seed={self._seed}"
+        return f"{by}{self.method!r}, seed={self._seed}, messages={self._messages}"
 
     def bind(self, transport: Transport, module: nn.Module, may_be_absent: bool, averages_buffers: bool) -> None:
         """Take charge of ``module``'s gradients, or of what an optimizer averages in their place.
@@ -120,7 +126,9 @@ class Synchronizer:
         kinds = {(p.dtype, p.device) for p in self.ledger.names}
         for device in {device for _, device in kinds}:
             rehearse(self.method, sorted({dtype for dtype, d in kinds if d == device}, key=str), device)
-        self._engine = engine = Engine(transport, self.telemetry, repr(self.method))
+        shapes = {name: parameter.shape for parameter, name in self.ledger.names.items()}
+        share = message_share(self.method, shapes, transport, self._messages)
+        self._engine = engine = Engine(transport, self.telemetry, repr(self.method), share)
         weakref.finalize(self, engine.close)
         if self._to_load is not None:
             self.load_state_dict(self._to_load)
@@ -133,7 +141,7 @@ class Synchronizer:
     def average(self, tensors: Mapping[Tensor, Tensor], exact: Sequence[Tensor] = ()) -> dict[Tensor, Tensor]:
         """The means of an optimizer's ``tensors``, by parameter; see ``Workers``. All ranks ask for the same."""
         plain = [*exact, *(b for b in self.buffers() if self._averages_buffers and b.is_floating_point())]
-        futures = [self._submit_exact(plain)] if plain else []
+        futures = [self._submit_exact(plain, last=not tensors)] if plain else []
         buckets = _buckets([Part(self.ledger.names[parameter], parameter, x) for parameter, x in tensors.items()])
         futures += [self._submit(bucket) for bucket in buckets]
         for future in futures:
@@ -161,14 +169,14 @@ class Synchronizer:
         self.ledger.step += bucket.last
         return future
 
-    def _submit_exact(self, tensors: Sequence[Tensor]) -> Future[Any]:
+    def _submit_exact(self, tensors: Sequence[Tensor], last: bool) -> Future[Any]:
         """The plain mean, in place."""
         assert self._engine is not None
         future: Future[Any] = Future(devices=[tensors[0].device] if tensors[0].is_cuda else None)
         ctx = self.ledger.context("", *self._place())
 
-        def start() -> Lockstep[tuple[Value, State]]:
-            return Lockstep([exchange(Dense(), tensor, (), ctx) for tensor in tensors])
+        def start() -> list[Exchange[tuple[Value, State]]]:
+            return [exchange(Dense(), tensor, (), ctx) for tensor in tensors]
 
         def finish(results: Results) -> None:
             for tensor, (mean, _) in zip(tensors, results, strict=True):
@@ -177,7 +185,7 @@ class Synchronizer:
         def release() -> None:
             future.set_result(tensors[0])
 
-        self._engine.submit(Job("exact means", start, finish, release, future.set_result, tensors, last=False))
+        self._engine.submit(Job("exact means", start, finish, release, future.set_result, tensors, last))
         return future
 
     def stats(self) -> dict[str, Any]:
@@ -226,10 +234,9 @@ class Synchronizer:
         parts = [part for part in bucket.parts if part.grad.numel()]
         contexts = [self._context(part.name, part) for part in parts]
 
-        def start() -> Lockstep[tuple[Value, State]]:
+        def start() -> list[Exchange[tuple[Value, State]]]:
             self._agree(step)
-            running = [self._exchange(part, ctx) for part, ctx in zip(parts, contexts, strict=True)]
-            return Lockstep(running, scratch=bucket.buffer)
+            return [self._exchange(part, ctx) for part, ctx in zip(parts, contexts, strict=True)]
 
         def finish(results: Results) -> None:
             for part, ctx, (mean, state) in zip(parts, contexts, results, strict=True):
@@ -248,12 +255,12 @@ class Synchronizer:
         parts = sorted((part for bucket, _ in held for part in bucket.parts), key=lambda p: order[p.name])
         ctx = self._context(WHOLE, parts[0])
 
-        def start() -> Lockstep[tuple[Value, State]]:
+        def start() -> list[Exchange[tuple[Value, State]]]:
             self._agree(ctx.step)
             present = self._present(parts)
             vector = torch.cat([self._outgoing(part).flatten() for part in parts])
             sizes = [part.grad.numel() for part in parts]
-            return Lockstep([exchange(self.method, vector, self.ledger.state(ctx), ctx, present, sizes)])
+            return [exchange(self.method, vector, self.ledger.state(ctx), ctx, present, sizes)]
 
         def finish(results: Results) -> None:
             mean, state = results[0]

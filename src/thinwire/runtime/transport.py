@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -12,8 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.core.lockstep import Collective, cut
+from thinwire.core.lockstep import Collective, bytes_sent, cut
 
+PROBE = 1 << 18
+"""Bytes of the all-reduce by which the rate is measured."""
+PROBES = 3
+"""Tries; the first one also makes the connections."""
 PATIENCE = 3.0
 """Seconds that the store has to answer a worker that fails."""
 
@@ -103,6 +108,30 @@ class Transport:
         works = dist.batch_isend_irecv(calls) if calls else []
         # NCCL makes one work of the batch, with a future
         return Pending(works[0] if works and self.device.type == "cuda" else _Together(works), answer)
+
+    def measure(self) -> tuple[float, float]:
+        """The seconds of an all-reduce of nothing much, and those of each byte that a worker sends; alike on all ranks.
+
+        Of several tries the quickest: what else runs on the machines can only add.
+        """
+        small, large = (self._seconds(size) for size in (1, PROBE // 4))
+        gathered = self.gather_objects((small, large))
+        latency, seconds = (max(times) for times in zip(*gathered, strict=True))
+        sent = bytes_sent("all_reduce", PROBE, self.world)
+        return latency, max(0.0, seconds - latency) / sent
+
+    def _seconds(self, numbers: int) -> float:
+        tries = []
+        for _ in range(PROBES):
+            buffer = torch.zeros(numbers, device=self.device)
+            if buffer.is_cuda:
+                torch.cuda.synchronize(self.device)
+            start = time.perf_counter()
+            self.start(Collective("all_reduce", buffer)).result()
+            if buffer.is_cuda:
+                torch.cuda.synchronize(self.device)
+            tries.append(time.perf_counter() - start)
+        return min(tries)
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Everybody's ``mine``, by rank."""

@@ -1,4 +1,4 @@
-"""What thinwire is measured against: plain DDP, torch's own Power-SGD, and no communication at all."""
+"""What thinwire is measured against: plain DDP, torch's own Power-SGD, no communication at all, or a mere barrier."""
 
 from __future__ import annotations
 
@@ -127,8 +127,24 @@ class Local:
         return model
 
 
-BASELINES: dict[str, type[PlainDDP] | type[TorchPowerSGD] | type[Local]] = {
+@dataclass(frozen=True, kw_only=True)
+class Barrier:
+    """Trains alone, but waits for all others before each step: the floor of all that keep in step."""
+
+    def wrap(self, model: nn.Module, telemetry: Telemetry) -> nn.Module:
+        number = torch.zeros(1)
+
+        def wait(module: nn.Module, _: Any) -> None:
+            if module.training:  # rank 0 validates alone
+                dist.all_reduce(number)
+
+        model.register_forward_pre_hook(wait)
+        return model
+
+
+BASELINES: dict[str, type[PlainDDP] | type[TorchPowerSGD] | type[Local] | type[Barrier]] = {
     "ddp": PlainDDP,
     "torch-powersgd": TorchPowerSGD,
     "local": Local,
+    "barrier": Barrier,
 }

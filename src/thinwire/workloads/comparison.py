@@ -43,6 +43,8 @@ class Plan:
     seed: int = 0
     target_loss: float | None = None
     """Train each method to this loss, or for as many steps as its turns have."""
+    messages: int | None = None
+    """Into how many a step's exchange is cut by thinwire's methods; None lets each choose."""
     sharing: int = 1
     """Workers whose traffic is counted by one network interface."""
 
@@ -55,6 +57,8 @@ class Plan:
         for name in ("steps", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.messages is not None and self.messages < 1:
+            raise ValueError(f"messages must be at least 1, not {self.messages}")
         for name in ("lr", "target_loss"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -83,7 +87,7 @@ def compare(plan: Plan, emit: Emit) -> None:
     horizon = SETTLING + plan.total + TRACED
     contestants = []
     for entry in entries:
-        trainee = entry.trainee(workload, plan.lr, plan.seed, horizon)
+        trainee = entry.trainee(workload, plan.lr, plan.seed, horizon, plan.messages)
         contestants.append(Contestant(entry, trainee, plan.sharing))
         contestants[-1].train(SETTLING, lambda *_: None)
         emit({"ready": entry.name})

@@ -53,11 +53,13 @@ class Entry:
             grammar.choose("method", name, [*BASELINES, *registry.METHODS, *BASES, *OPTIMIZERS])
         return cls(text, Recipe.parse(text, default_optimizer), None)
 
-    def trainee(self, workload: Workload, lr: float | None, seed: int, steps: int) -> Trainee:
+    def trainee(
+        self, workload: Workload, lr: float | None, seed: int, steps: int, messages: int | None = None
+    ) -> Trainee:
         """A copy of the workload's model, ready for its first step. Every rank calls this."""
         model = copy.deepcopy(workload.model)
         if self.baseline is None:
-            return Trainee.attached(workload, model, self.recipe, lr, seed, steps)
+            return Trainee.attached(workload, model, self.recipe, lr, seed, steps, messages)
         telemetry = Telemetry()
         wrapped = self.baseline.wrap(model, telemetry)
         optimizer, _ = self.recipe.build(wrapped.parameters(), lr)

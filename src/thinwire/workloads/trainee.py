@@ -51,12 +51,20 @@ class Trainee:
 
     @classmethod
     def attached(
-        cls, workload: Workload, model: nn.Module, recipe: Recipe, lr: float | None, seed: int, steps: int
+        cls,
+        workload: Workload,
+        model: nn.Module,
+        recipe: Recipe,
+        lr: float | None,
+        seed: int,
+        steps: int,
+        messages: int | None = None,
     ) -> Trainee:
-        """One whose gradients ``recipe`` exchanges. Every rank calls this."""
-        ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+        """One whose gradients ``recipe`` exchanges, in ``messages`` a step if that is given. Every rank calls this."""
+        # gradients live in the buckets, which spares a copy of all of them each way
+        ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
         optimizer, method = recipe.build(ddp.parameters(), lr, workload.clip)
-        sync = tw.attach(ddp, method, optimizer=None if method is optimizer else optimizer, seed=seed)
+        sync = tw.attach(ddp, method, None if method is optimizer else optimizer, seed, messages)
         trainee = cls(workload, ddp, optimizer, sync.telemetry, steps)
         trainee.sync = sync
         if recipe.clips:

@@ -31,6 +31,7 @@ class Settings:
     steps: int = 200
     lr: float | None = None
     seed: int = 0
+    messages: int | None = None
     save: Path | None = None
     save_every: int = 100
     resume: Path | None = None
@@ -41,6 +42,8 @@ class Settings:
             raise ValueError(f"steps must be at least 1, not {self.steps}")
         if self.save_every < 1:
             raise ValueError(f"save_every must be at least 1, not {self.save_every}")
+        if self.messages is not None and self.messages < 1:
+            raise ValueError(f"messages must be at least 1, not {self.messages}")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise ValueError(f"lr must be above 0, not {self.lr}")
 
@@ -65,7 +68,9 @@ def train(settings: Settings, report: Callable[[Progress], None]) -> dict[str, A
     """Run to the end and return the figures. Every rank calls this in its process group."""
     workload, recipe = settings.prepare()
     rank, world = dist.get_rank(), dist.get_world_size()
-    trainee = Trainee.attached(workload, workload.model, recipe, settings.lr, settings.seed, settings.steps)
+    trainee = Trainee.attached(
+        workload, workload.model, recipe, settings.lr, settings.seed, settings.steps, settings.messages
+    )
     counters = trainee.telemetry.counters
     first = _resume(settings, trainee) if settings.resume else 0
     losses: list[float] = []
