@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernels [--size 25000000] [--only acp,signs] [--json FILE]
 
-A row is work that a method does in a step, through the functions that it does it with. Rounds of all rows, each beside a
-copy, follow one another; a row's figure is the median over the rounds of its time over the copy's.
+A row is work that a method does in a step, through the functions that it does it with. Rounds of all rows, each beside
+a copy, follow one another; a row's figure is the median over the rounds of its time over the copy's.
 """
 
 from __future__ import annotations
