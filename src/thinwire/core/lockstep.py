@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from thinwire.core.requests import AllGather, AllReduce, AllToAll, Exchange, Payload, Request, Swap
+from thinwire.core.requests import AllGather, AllReduce, AllToAll, Batched, Exchange, Payload, Request, Swap
 
 R = TypeVar("R")
 
@@ -74,14 +75,25 @@ class Lockstep(Generic[R]):
             self._started = True
             turns = [(i, None) for i in range(len(self._exchanges))]
         self._waiting = []
+        while turns:
+            turns = self._turn(turns)
+        self._waiting.sort(key=itemgetter(0))
+        return self._fuse()
+
+    def _turn(self, turns: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        """Send each generator its reply; those that only want something computed, with what they are to be sent."""
+        batched: list[tuple[int, Batched]] = []
         for i, reply in turns:
             try:
                 yielded = self._exchanges[i].send(reply)
             except StopIteration as stop:
                 self._results[i] = stop.value
             else:
-                self._waiting.append((i, list(yielded) if isinstance(yielded, tuple) else [yielded]))
-        return self._fuse()
+                if isinstance(yielded, Batched):
+                    batched.append((i, yielded))
+                else:
+                    self._waiting.append((i, list(yielded) if isinstance(yielded, tuple) else [yielded]))
+        return _computed(batched)
 
     def _fuse(self) -> list[Collective]:
         groups: dict[tuple[str, torch.dtype], list[tuple[int, int]]] = {}
@@ -105,6 +117,18 @@ class Lockstep(Generic[R]):
                 replies[self._waiting[w][0]][r] = part
         # a generator that yielded a lone request gets a lone answer
         return {i: tuple(parts) if len(parts) > 1 else parts[0] for i, parts in replies.items()}
+
+
+def _computed(batched: Sequence[tuple[int, Batched]]) -> list[tuple[int, Tensor]]:
+    alike: dict[Any, list[tuple[int, Tensor]]] = {}
+    for i, one in batched:
+        alike.setdefault((one.function, one.tensor.shape, one.tensor.dtype), []).append((i, one.tensor))
+    replies: list[tuple[int, Tensor]] = []
+    for (function, *_), members in alike.items():
+        places, tensors = zip(*members, strict=True)
+        # also a lone one as a stack: its layout, and with it what comes of it, is then the same in any company
+        replies += zip(places, function(torch.stack(tensors)).unbind(), strict=True)
+    return replies
 
 
 def _collective(op: str, requests: Sequence[Any], scratch: Tensor | None) -> Collective:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Protocol
 
 import torch
@@ -86,7 +87,7 @@ class Sum:
         whole = self._whole
         if whole._memory is None:
             whole._memory = torch.empty(whole.shape, dtype=whole.dtype, device=whole.x.device)
-        return whole._memory.view(self.shape)
+        return whole._memory if self is whole else whole._memory.view(self.shape)
 
     @property
     def shape(self) -> torch.Size:
@@ -148,4 +149,4 @@ def finite(value: Value) -> bool:
     if not isinstance(value, Tensor):
         return value.finite()
     # a finite sum has finite terms; the converse fails only on overflow, and is then looked at closely
-    return value.is_meta or bool(value.sum().isfinite()) or bool(value.isfinite().all())
+    return value.is_meta or isfinite(value.sum().item()) or bool(value.isfinite().all())

@@ -26,50 +26,51 @@ compiled = njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})
 
 def product(x: Tensor, error: Tensor, ratio: float, Q: Tensor) -> Tensor:
     n, r = len(x), Q.shape[1]
-    P, rows = error.new_empty(n, r + -r % 4), _rows(Q)
-    _product(_flat(x), _flat(error), _ratio(ratio, error), _flat(rows), _flat(P), _group(rows, 4))
-    return P[:, :r].contiguous()
+    P, rows = error.new_empty(n, r + -r % 4), _filled(Q).mT.contiguous()
+    _product(_flat(x), _flat(error), _ratio(ratio, error), _flat(rows), _flat(P), *_sizes(rows))
+    return P if r % 4 == 0 else P[:, :r].contiguous()
 
 
 def transposed_product(x: Tensor, error: Tensor, ratio: float, P: Tensor) -> Tensor:
     r = P.shape[1]
     rows = error.new_zeros(r + -r % 4, x.shape[1])
-    filled = pad(P, (0, -r % 4))
-    _transposed_product(_flat(x), _flat(error), _ratio(ratio, error), _flat(filled), _flat(rows), _group(rows, 2))
+    _transposed_product(_flat(x), _flat(error), _ratio(ratio, error), _flat(_filled(P)), _flat(rows), *_sizes(rows))
     return rows[:r].mT.contiguous()
 
 
 def subtract_product(x: Tensor, error: Tensor, ratio: float, P: Tensor, Q: Tensor) -> None:
     assert error.is_contiguous()
-    rows, filled = _rows(Q), pad(P, (0, -P.shape[1] % 4))
-    _subtract_product(_flat(x), _flat(error), _ratio(ratio, error), _flat(filled), _flat(rows), _group(rows, 2))
+    rows = _filled(Q).mT.contiguous()
+    _subtract_product(_flat(x), _flat(error), _ratio(ratio, error), _flat(_filled(P)), _flat(rows), *_sizes(rows))
 
 
 def write_product(P: Tensor, Q: Tensor, out: Tensor) -> None:
     assert out.is_contiguous()
-    rows, filled = _rows(Q), pad(P, (0, -P.shape[1] % 4))
-    _write_product(_flat(filled), _flat(rows), _flat(out), _group(rows, 2))
+    rows = _filled(Q).mT.contiguous()
+    _write_product(_flat(_filled(P)), _flat(rows), _flat(out), *_sizes(rows))
 
 
-def _rows(Q: Tensor) -> Tensor:  # (m, r) -> (r filled up, m)
-    return pad(Q.mT, (0, 0, 0, -Q.shape[1] % 4)).contiguous()
+def _filled(factor: Tensor) -> Tensor:
+    missing = -factor.shape[1] % 4
+    return pad(factor, (0, missing)) if missing else factor
 
 
 def _ratio(ratio: float, error: Tensor) -> Any:
     return np.float64(ratio) if error.dtype == torch.float64 else np.float32(ratio)
 
 
-def _group(rows: Tensor, most: int) -> tuple[Any, ...]:
-    """n is found from the sizes; m, the filled rank, and the rows that share a reading of the factor."""
-    near = rows.numel() * rows.element_size() <= NEAR
-    return U(rows.shape[1]), U(rows.shape[0]), U(1 if near else most)
+def _sizes(rows: Tensor) -> tuple[int, int, bool]:
+    """m, the filled rank, and whether several rows of the matrix are to share a reading of the factor."""
+    r, m = rows.shape
+    return m, r, r * m * rows.element_size() > NEAR
 
 
 def _flat(x: Tensor) -> Array:
-    x = x.detach().contiguous().view(-1)
-    if x.dtype == torch.bfloat16:
-        return x.view(torch.uint16).numpy()
-    return x.view(torch.int16).numpy() if x.dtype == torch.float16 else x.numpy()
+    array = x.contiguous().view(_READ_AS.get(x.dtype, x.dtype)).numpy()
+    return array.reshape(-1)
+
+
+_READ_AS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
 
 def _wide(a: Any) -> Any:
@@ -97,10 +98,10 @@ def _same(a: Any) -> Any:
 
 
 @compiled
-def _product(x: Array, e: Array, ratio: Any, q: Array, P: Array, sizes: Any) -> None:
-    m, r, group = sizes
+def _product(x: Array, e: Array, ratio: Any, q: Array, P: Array, m: Any, r: Any, shared: bool) -> None:
+    m, r = U(m), U(r)
     n = U(len(x)) // m
-    even = n - n % group if group > U(1) else U(0)
+    even = n - n % U(4) if shared else U(0)
     for i in range(U(0), even, U(4)):
         for k in range(U(0), r, U(4)):
             _dots_of_four(x, e, ratio, i * m, q, k * m, m, P, i * r + k, r)
@@ -152,10 +153,10 @@ def _put(P: Array, to: Any, a0: Any, a1: Any, a2: Any, a3: Any) -> None:
 
 
 @compiled
-def _transposed_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, sizes: Any) -> None:
-    m, r, group = sizes
+def _transposed_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, m: Any, r: Any, shared: bool) -> None:
+    m, r = U(m), U(r)
     n = U(len(x)) // m
-    even = n - n % group if group > U(1) else U(0)
+    even = n - n % U(2) if shared else U(0)
     for i in range(U(0), even, U(2)):
         for k in range(U(0), r, U(4)):
             _add_two_rows(x, e, ratio, i * m, P, i * r + k, r, q, k * m, m)
@@ -193,10 +194,10 @@ def _add_two_rows(
 
 
 @compiled
-def _subtract_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, sizes: Any) -> None:
-    m, r, group = sizes
+def _subtract_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, m: Any, r: Any, shared: bool) -> None:
+    m, r = U(m), U(r)
     n = U(len(x)) // m
-    even = n - n % group if group > U(1) else U(0)
+    even = n - n % U(2) if shared else U(0)
     for i in range(U(0), even, U(2)):
         _subtract_two_rows(x, e, ratio, i * m, P, i * r, r, q, m)
         for k in range(U(4), r, U(4)):
@@ -229,8 +230,8 @@ def _subtract_two_rows(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: An
 
 
 @compiled
-def _write_product(P: Array, q: Array, out: Array, sizes: Any) -> None:
-    m, r, _ = sizes
+def _write_product(P: Array, q: Array, out: Array, m: Any, r: Any, shared: bool) -> None:
+    m, r = U(m), U(r)
     for i in range(U(len(out)) // m):
         _write_row(out, i * m, P, i * r, q, m)
         for k in range(U(4), r, U(4)):

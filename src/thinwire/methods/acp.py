@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from thinwire.core.method import Context, Reduced
-from thinwire.core.requests import AllReduce, Exchange
+from thinwire.core.requests import AllReduce, Batched, Exchange
 from thinwire.core.value import Sum
 from thinwire.methods.lowrank import LowRank, Product, orthogonalize, product, transposed_product
 
@@ -42,12 +42,12 @@ class ACP(LowRank):
     def reduce(self, x: Tensor | Sum, state: ACPState, ctx: Context) -> Exchange[tuple[Reduced, ACPState]]:
         M = x.flatten(1)
         if state.turn % 2 == 0:
-            Q = orthogonalize(state.Q)
+            Q = yield Batched(orthogonalize, state.Q)
             P_local = product(M, Q)
             P = yield AllReduce(P_local)
             sent = Product(P_local, Q)
         else:
-            P = orthogonalize(state.P)
+            P = yield Batched(orthogonalize, state.P)
             Q_local = transposed_product(M, P)
             Q = yield AllReduce(Q_local)
             sent = Product(P, Q_local)

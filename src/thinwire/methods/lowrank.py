@@ -7,11 +7,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from thinwire import kernels
 from thinwire.core.combine import Rule, error_feedback, where
 from thinwire.core.method import Method
-from thinwire.core.value import Sum, finite
+from thinwire.core.value import Sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,10 @@ class Product:
             torch.addmm(p.flatten(1), self.P, self.Q.mT, alpha=-1, out=out.flatten(1))
 
     def finite(self) -> bool:
-        return finite(self.P.norm() * self.Q.norm())  # bounds every entry of the product
+        if self.P.is_meta:
+            return True
+        # bounds every entry of the product; NaN compares with nothing
+        return bool(vector_norm(self.P).item() * vector_norm(self.Q).item() <= torch.finfo(self.P.dtype).max)
 
 
 def orthogonalize(P: Tensor) -> Tensor:  # (..., n, r) -> (..., n, r)

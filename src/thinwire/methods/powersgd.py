@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from thinwire.core.method import Context, Reduced
-from thinwire.core.requests import AllReduce, Exchange
+from thinwire.core.requests import AllReduce, Batched, Exchange
 from thinwire.core.value import Sum
 from thinwire.methods.lowrank import LowRank, Product, orthogonalize, product, transposed_product
 
@@ -36,7 +36,8 @@ class PowerSGD(LowRank):
 
     def reduce(self, x: Tensor | Sum, state: PowerSGDState, ctx: Context) -> Exchange[tuple[Reduced, PowerSGDState]]:
         M = x.flatten(1)
-        P = orthogonalize((yield AllReduce(product(M, state.Q))))
+        P = yield AllReduce(product(M, state.Q))
+        P = yield Batched(orthogonalize, P)
         Q_local = transposed_product(M, P)
         Q = yield AllReduce(Q_local)
         return Reduced(Product(P, Q), sent=Product(P, Q_local)), PowerSGDState(Q)
