@@ -3,8 +3,8 @@
     python -m benchmarks.kernels [--size 25000000] [--only acp,signs] [--json FILE]
     python -m benchmarks.kernels --compile
 
-A row is work that a method does in a step, through the functions that it does it with. Rounds of all rows, each beside a
-copy, follow one another; a row's figure is the median over the rounds of its time over the copy's.
+A row is work that a method does in a step, through the functions that it does it with. Rounds of all rows, each beside
+a copy, follow one another; a row's figure is the median over the rounds of its time over the copy's.
 
 ``--compile`` times what ``attach`` does so that no training step compiles: for each method in a fresh process, with
 numba's cache empty and then filled.
@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +33,14 @@ import thinwire as tw
 from thinwire import kernels
 from thinwire.core.combine import error_feedback
 from thinwire.core.lift import Decoded, two_way
+from thinwire.core.lockstep import Lockstep, drive
 from thinwire.core.method import Context, Method
 from thinwire.core.rehearsal import rehearse
 from thinwire.core.requests import AllGather
 from thinwire.core.value import Sum, Value, subtract, write
 from thinwire.methods.dist_ef import ScaledSign, Signs
+from thinwire.methods.lowrank import Product, orthogonalize, product, transposed_product
+from thinwire.methods.powersgd import PowerSGD
 from thinwire.methods.qsgd import StochasticLevels
 from thinwire.methods.topk import TopK
 from thinwire.registry import METHODS
@@ -46,7 +51,7 @@ ROUNDS = 7
 
 def rows(size: int) -> dict[str, tuple[float, Work]]:
     """By the work's name: the most that it should cost, and the work, on tensors of ``size`` numbers."""
-    return elementwise_rows(size)
+    return elementwise_rows(size) | lowrank_rows(size)
 
 
 def elementwise_rows(size: int) -> dict[str, tuple[float, Work]]:
@@ -93,6 +98,47 @@ def step(method: Method, x: Tensor, state: Any, ctx: Context, gathered: Callable
         except StopIteration as stop:
             return stop.value[0].mean, stop.value[1]
         reply = gathered(request.payload) if isinstance(request, AllGather) else request.payload
+
+
+def lowrank_rows(size: int) -> dict[str, tuple[float, Work]]:
+    """Whole steps of a worker, alone, at rank 4: one large matrix, and as many numbers in matrices of 1024 x 1024."""
+    found = {}
+    for side, what in [(math.isqrt(size), "one matrix"), (1024, "matrices of 1024 x 1024")]:
+        gradients = [torch.randn(side, side) for _ in range(max(1, size // side**2))]
+        errors = [torch.randn(side, side) for _ in gradients]
+        P, Q = orthogonalize(torch.randn(side, 4)), orthogonalize(torch.randn(side, 4))
+        pairs = list(zip(gradients, errors, strict=True))
+        steps = {
+            "P": lambda M, Q=Q: Product(product(M, Q), Q),
+            "Q": lambda M, P=P: Product(P, transposed_product(M, P)),
+        }
+        for turn, factors in steps.items():
+            found[f"ACP {turn}-step, {what}"] = 2.5, partial(_low_rank_step, pairs, factors)
+        found[f"P Q^T into the bucket, {what}"] = 1.2, partial(_reconstruct, gradients, Product(P, Q))
+        power = error_feedback(PowerSGD())
+        states = [power.init(x, Context())._replace(error=e) for x, e in pairs]
+        found[f"Power-SGD, whole step, {what}"] = 5.0, partial(_power_step, power, gradients, states)
+    return found
+
+
+def _low_rank_step(pairs: Sequence[tuple[Tensor, Tensor]], factors: Callable[[Sum], Product]) -> None:
+    for x, error in pairs:
+        M = Sum(x, error, 1.0)
+        factors(M).subtract(M, error)
+
+
+def _reconstruct(buckets: Sequence[Tensor], value: Product) -> None:
+    for out in buckets:
+        value.write(out)
+
+
+def _power_step(method: Method, gradients: Sequence[Tensor], states: Sequence[Any]) -> None:
+    """The mean of one worker is its own factor."""
+    for x, state in zip(gradients, states, strict=True):
+        lockstep = Lockstep([method.reduce(x, state, Context())])
+        drive(lockstep, lambda c: c.buffer)
+        ((out, _),) = lockstep.results
+        write(x, out.mean)
 
 
 def seconds(work: Work) -> float:

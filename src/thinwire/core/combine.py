@@ -79,7 +79,7 @@ class ErrorFeedback(Wrapper):
             p.out.fill_(float("nan"))  # a method that sends a part of p could leave the bad number in the error, unseen
         out, inner = yield from self.inner.reduce(p if self.inner.adds else p.out, state.inner, ctx)  # type: ignore[arg-type]
         if ctx.lr != 0 and finite(out.mean):  # at a rate of 0 nothing is applied, so nothing is withheld
-            subtract(p.out, out.sent, out=state.error)
+            subtract(p, out.sent, out=state.error)
         return out, ErrorFeedbackState(state.error, inner)
 
     def withheld(self, x: Tensor, state: ErrorFeedbackState, ctx: Context) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.method import Context, Method, State
-from thinwire.core.requests import AllReduce, Exchange
+from thinwire.core.requests import AllReduce, Batched, Exchange
 from thinwire.core.value import Value, finite, made, wide
 
 R = TypeVar("R")
@@ -36,6 +36,8 @@ def exchange(
         absent = None
     else:
         request = next(reduction)
+        while isinstance(request, Batched):
+            request = reduction.send((yield request))
         first = request if isinstance(request, tuple) else (request,)
         *answers, share = yield (*first, AllReduce(present.float()))
         absent = share == 0

@@ -56,8 +56,8 @@ class Decoded:
     def write(self, out: Tensor) -> None:
         self.compressor.decode(self.payload, self.columns, out.view(-1))
 
-    def subtract(self, p: Tensor, out: Tensor) -> None:
-        self.compressor.add(self.payload, self.columns, p.flatten(), -1.0, out.view(-1))
+    def subtract(self, p: Tensor | Sum, out: Tensor) -> None:
+        self.compressor.add(self.payload, self.columns, settled(p).flatten(), -1.0, out.view(-1))
 
     def finite(self) -> bool:
         return self.compressor.finite(self.payload)
@@ -86,8 +86,8 @@ class MeanDecoded:
     def write(self, out: Tensor) -> None:
         self._add(out.zero_(), 1.0)
 
-    def subtract(self, p: Tensor, out: Tensor) -> None:
-        self._add(out.copy_(p), -1.0)
+    def subtract(self, p: Tensor | Sum, out: Tensor) -> None:
+        self._add(out.copy_(settled(p)), -1.0)
 
     def finite(self) -> bool:
         return self.compressor.finite(self.payload)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from thinwire.core.requests import AllGather, AllReduce, AllToAll, Exchange, Payload, Request, Swap
+from thinwire.core.requests import AllGather, AllReduce, AllToAll, Batched, Exchange, Payload, Request, Swap
 
 R = TypeVar("R")
 
@@ -65,11 +66,10 @@ class Lockstep(Generic[R]):
     def add(self, exchanges: Iterable[Exchange[R]]) -> list[Request]:
         """Start some more, before the first round; what they ask for in it."""
         assert self._groups is None
-        known = len(self._waiting)
-        for one in exchanges:
-            self._exchanges.append(one)
-            self._results.append(None)
-            self._turn(len(self._exchanges) - 1, None)
+        known, first = len(self._waiting), len(self._exchanges)
+        self._exchanges += exchanges
+        self._results += [None] * (len(self._exchanges) - first)
+        self._run([(i, None) for i in range(first, len(self._exchanges))])
         return [request for _, requests in self._waiting[known:] for request in requests]
 
     @property
@@ -83,18 +83,31 @@ class Lockstep(Generic[R]):
         """Send back the answers to the last round's collectives; return the next round's, empty at the end."""
         if self._groups is not None:
             replies = self._scatter(answers)
-            turns, self._waiting = self._waiting, []
-            for i, _ in turns:
-                self._turn(i, replies[i])
+            turns = [(i, replies[i]) for i, _ in self._waiting]
+            self._waiting = []
+            self._run(turns)
         return self._fuse()
 
-    def _turn(self, i: int, reply: Any) -> None:
-        try:
-            yielded = self._exchanges[i].send(reply)
-        except StopIteration as stop:
-            self._results[i] = stop.value
-        else:
-            self._waiting.append((i, list(yielded) if isinstance(yielded, tuple) else [yielded]))
+    def _run(self, turns: Sequence[tuple[int, Any]]) -> None:
+        """Send each generator its reply, and go on until each waits for the others or has returned."""
+        while turns:
+            turns = self._turn(turns)
+        self._waiting.sort(key=itemgetter(0))
+
+    def _turn(self, turns: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        """Send each generator its reply; those that only want something computed, with what they are to be sent."""
+        batched: list[tuple[int, Batched]] = []
+        for i, reply in turns:
+            try:
+                yielded = self._exchanges[i].send(reply)
+            except StopIteration as stop:
+                self._results[i] = stop.value
+            else:
+                if isinstance(yielded, Batched):
+                    batched.append((i, yielded))
+                else:
+                    self._waiting.append((i, list(yielded) if isinstance(yielded, tuple) else [yielded]))
+        return _computed(batched)
 
     def _fuse(self) -> list[Collective]:
         groups: dict[tuple[str, torch.dtype], list[tuple[int, int]]] = {}
@@ -118,6 +131,18 @@ class Lockstep(Generic[R]):
                 replies[self._waiting[w][0]][r] = part
         # a generator that yielded a lone request gets a lone answer
         return {i: tuple(parts) if len(parts) > 1 else parts[0] for i, parts in replies.items()}
+
+
+def _computed(batched: Sequence[tuple[int, Batched]]) -> list[tuple[int, Tensor]]:
+    alike: dict[Any, list[tuple[int, Tensor]]] = {}
+    for i, one in batched:
+        alike.setdefault((one.function, one.tensor.shape, one.tensor.dtype), []).append((i, one.tensor))
+    replies: list[tuple[int, Tensor]] = []
+    for (function, *_), members in alike.items():
+        places, tensors = zip(*members, strict=True)
+        # also a lone one as a stack: its layout, and with it what comes of it, is then the same in any company
+        replies += zip(places, function(torch.stack(tensors)).unbind(), strict=True)
+    return replies
 
 
 def _collective(op: str, requests: Sequence[Any], scratch: Tensor | None) -> Collective:

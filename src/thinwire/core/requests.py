@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -51,7 +51,19 @@ class Swap(Generic[P]):
     source: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Batched:
+    """No communication: the answer is ``function(tensor)``.
+
+    Tensors of one shape and type that come to the same function together are computed in one call, on their stack;
+    so the function gives each matrix of a stack the same bits as alone.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    tensor: Tensor
+
+
 Request = AllReduce | AllGather[Any] | AllToAll[Any] | Swap[Any]
 R = TypeVar("R")
-Exchange = Generator[Request | tuple[Request, ...], Any, R]
+Exchange = Generator[Request | tuple[Request, ...] | Batched, Any, R]
 """A computation that talks to the other workers by yielding requests, and returns an ``R``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ class Deferred(Protocol):
     def write(self, out: Tensor) -> None:
         """out = value"""
 
-    def subtract(self, p: Tensor, out: Tensor) -> None:
+    def subtract(self, p: Tensor | Sum, out: Tensor) -> None:
         """out = p - value"""
 
     def finite(self) -> bool:
@@ -28,23 +29,6 @@ WIDE = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """P Q^T, in the shape of the memory that it is written to."""
-
-    P: Tensor  # (n, r)
-    Q: Tensor  # (m, r)
-
-    def write(self, out: Tensor) -> None:
-        torch.mm(self.P, self.Q.mT, out=out.flatten(1))
-
-    def subtract(self, p: Tensor, out: Tensor) -> None:
-        torch.addmm(p.flatten(1), self.P, self.Q.mT, alpha=-1, out=out.flatten(1))
-
-    def finite(self) -> bool:
-        return finite(self.P.norm() * self.Q.norm())  # bounds every entry of the product
-
-
-@dataclass(frozen=True, slots=True)
 class Sparse:
     """``values`` at ``indices`` of the flattened memory, zero elsewhere. Rows of them add up, in their order."""
 
@@ -54,8 +38,8 @@ class Sparse:
     def write(self, out: Tensor) -> None:
         self._add(out.zero_(), 1)
 
-    def subtract(self, p: Tensor, out: Tensor) -> None:
-        self._add(out.copy_(p), -1)
+    def subtract(self, p: Tensor | Sum, out: Tensor) -> None:
+        self._add(out.copy_(settled(p)), -1)
 
     def finite(self) -> bool:
         return finite(self.values)
@@ -74,36 +58,51 @@ class Sparse:
 class Sum:
     """p = x + ratio * error, made when it is first wanted: by a kernel that adds in passing, or by ``made``.
 
-    It goes to the memory of ``x``, or to memory of its own where ``x`` is too narrow to hold it, or strided.
+    It goes to the memory of ``x``, or to memory of its own where ``x`` is too narrow to hold it, or strided. A kernel
+    that can do without leaves it unmade.
     """
 
-    __slots__ = ("error", "out", "pending", "ratio", "x")
+    __slots__ = ("_made", "_memory", "_whole", "error", "ratio", "x")
 
-    def __init__(self, x: Tensor, error: Tensor, ratio: float, out: Tensor | None = None) -> None:
+    def __init__(self, x: Tensor, error: Tensor, ratio: float, whole: Sum | None = None) -> None:
         self.x = x
         self.error = error
         self.ratio = ratio
-        self.out = x if out is None else out
-        if out is None and not (x.dtype == error.dtype and x.is_contiguous()):
-            self.out = torch.empty(x.shape, dtype=error.dtype, device=x.device)
-        self.pending = True
+        self._whole = self if whole is None else whole
+        self._memory: Tensor | None = x if x.dtype == error.dtype and x.is_contiguous() else None
+        self._made = False
+
+    @property
+    def pending(self) -> bool:
         """Whether ``out`` does not hold p yet; who writes it there says so."""
+        return not self._whole._made
+
+    @pending.setter
+    def pending(self, value: bool) -> None:
+        self._whole._made = not value
+
+    @property
+    def out(self) -> Tensor:
+        """The memory of p."""
+        whole = self._whole
+        if whole._memory is None:
+            whole._memory = torch.empty(whole.shape, dtype=whole.dtype, device=whole.x.device)
+        return whole._memory if self is whole else whole._memory.view(self.shape)
 
     @property
     def shape(self) -> torch.Size:
-        return self.out.shape
+        return self.x.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.out.dtype
+        return self.error.dtype
 
     def numel(self) -> int:
-        return self.out.numel()
+        return self.x.numel()
 
     def flatten(self, start: int = 0) -> Sum:
-        """The same sum, over the same memory of ``out``."""
-        assert self.pending
-        return Sum(self.x.flatten(start), self.error.flatten(start), self.ratio, self.out.flatten(start))
+        """The same sum, over the same memory."""
+        return Sum(self.x.flatten(start), self.error.flatten(start), self.ratio, self._whole)
 
     def made(self) -> Tensor:
         if self.pending:
@@ -132,12 +131,12 @@ def write(out: Tensor, value: Value) -> None:
         out.copy_(tensor)
 
 
-def subtract(p: Tensor, value: Value, out: Tensor) -> None:
+def subtract(p: Tensor | Sum, value: Value, out: Tensor) -> None:
     """out = p - value"""
     if not isinstance(value, Tensor) and out.is_contiguous():
         value.subtract(p, out)
     else:
-        torch.sub(p, made(value, p), out=out)
+        torch.sub(settled(p), made(value, out), out=out)
 
 
 def made(value: Value, like: Tensor) -> Tensor:
@@ -155,4 +154,4 @@ def finite(value: Value) -> bool:
     if not isinstance(value, Tensor):
         return value.finite()
     # a finite sum has finite terms; the converse fails only on overflow, and is then looked at closely
-    return value.is_meta or bool(value.sum().isfinite()) or bool(value.isfinite().all())
+    return value.is_meta or isfinite(value.sum().item()) or bool(value.isfinite().all())

@@ -14,6 +14,9 @@ from torch import Tensor
 from thinwire.core.value import WIDE, Sum
 from thinwire.kernels import reference
 
+MOST_COLUMNS = 16
+"""Of a factor; with more of them the arithmetic outweighs the memory, and a library's matrix product is faster."""
+
 
 class Kernels(Protocol):
     """What each module of kernels defines; ``reference`` says what they mean."""
@@ -52,6 +55,18 @@ class Kernels(Protocol):
     def estimate(self, sketch: Tensor, d: int, key: int) -> Tensor: ...
 
     def top_k(self, x: Tensor | Sum, k: int) -> tuple[Tensor, Tensor]: ...
+
+
+class LowRankKernels(Protocol):
+    """Those of the low-rank methods; x, which may be of 16 bits, error and out are matrices."""
+
+    def product(self, x: Tensor, error: Tensor, ratio: float, Q: Tensor) -> Tensor: ...
+
+    def transposed_product(self, x: Tensor, error: Tensor, ratio: float, P: Tensor) -> Tensor: ...
+
+    def subtract_product(self, x: Tensor, error: Tensor, ratio: float, P: Tensor, Q: Tensor) -> None: ...
+
+    def write_product(self, P: Tensor, Q: Tensor, out: Tensor) -> None: ...
 
 
 def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
@@ -111,6 +126,30 @@ def estimate(sketch: Tensor, d: int, key: int) -> Tensor:
 
 def top_k(x: Tensor | Sum, k: int) -> tuple[Tensor, Tensor]:
     return _reading(x).top_k(x, k)
+
+
+def product(x: Tensor, error: Tensor, ratio: float, Q: Tensor) -> Tensor:
+    return _low_rank_for(error, Q).product(x, error, ratio, Q)
+
+
+def transposed_product(x: Tensor, error: Tensor, ratio: float, P: Tensor) -> Tensor:
+    return _low_rank_for(error, P).transposed_product(x, error, ratio, P)
+
+
+def subtract_product(x: Tensor, error: Tensor, ratio: float, P: Tensor, Q: Tensor) -> None:
+    _low_rank_for(error, P).subtract_product(x, error, ratio, P, Q)
+
+
+def write_product(P: Tensor, Q: Tensor, out: Tensor) -> None:
+    (_low_rank_for(out, P) if P.shape[1] <= 4 else reference).write_product(P, Q, out)
+
+
+def _low_rank_for(x: Tensor, factor: Tensor) -> LowRankKernels:
+    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and factor.shape[1] <= MOST_COLUMNS:
+        from thinwire.kernels import cpu_lowrank
+
+        return cpu_lowrank
+    return reference
 
 
 def _for(x: Tensor) -> Kernels:

@@ -185,6 +185,26 @@ def _add(base: Tensor, decoded: Tensor, columns: int, stacked: bool, out: Tensor
         base = out
 
 
+def product(x: Tensor, error: Tensor, ratio: float, Q: Tensor) -> Tensor:
+    """M Q (n, r), where M (n, m) = x + ratio * error. Sums may be in any order."""
+    return torch.add(x, error, alpha=ratio) @ Q
+
+
+def transposed_product(x: Tensor, error: Tensor, ratio: float, P: Tensor) -> Tensor:
+    """M^T P (m, r), computed as (P^T M)^T: with few columns the direct form is many times slower on a CPU."""
+    return (P.mT @ torch.add(x, error, alpha=ratio)).mT
+
+
+def subtract_product(x: Tensor, error: Tensor, ratio: float, P: Tensor, Q: Tensor) -> None:
+    """error = M - P Q^T"""
+    torch.addmm(torch.add(x, error, alpha=ratio), P, Q.mT, alpha=-1, out=error)
+
+
+def write_product(P: Tensor, Q: Tensor, out: Tensor) -> None:
+    """out = P Q^T"""
+    torch.mm(P, Q.mT, out=out)
+
+
 def _signs(scale: Tensor, bits: Tensor, columns: int, block: int) -> Tensor:
     positive = unpack_bits(bits, 1, columns).bool()
     scale = scale.repeat_interleave(block, -1)[:, :columns]

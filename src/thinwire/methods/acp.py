@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from thinwire.core.lowrank import LowRank, orthogonalize, transposed_product
 from thinwire.core.method import Context, Reduced
-from thinwire.core.requests import AllReduce, Exchange
-from thinwire.core.value import Product
+from thinwire.core.requests import AllReduce, Batched, Exchange
+from thinwire.core.value import Sum
+from thinwire.methods.lowrank import LowRank, Product, orthogonalize, product, transposed_product
 
 
 class ACPState(NamedTuple):
@@ -39,15 +39,15 @@ class ACP(LowRank):
         r = min(self.rank, n, m)
         return ACPState(ctx.randn(n, r, like=x, salt="P"), ctx.randn(m, r, like=x, salt="Q"))
 
-    def reduce(self, x: Tensor, state: ACPState, ctx: Context) -> Exchange[tuple[Reduced, ACPState]]:
+    def reduce(self, x: Tensor | Sum, state: ACPState, ctx: Context) -> Exchange[tuple[Reduced, ACPState]]:
         M = x.flatten(1)
         if state.turn % 2 == 0:
-            Q = orthogonalize(state.Q)
-            P_local = M @ Q
+            Q = yield Batched(orthogonalize, state.Q)
+            P_local = product(M, Q)
             P = yield AllReduce(P_local)
             sent = Product(P_local, Q)
         else:
-            P = orthogonalize(state.P)
+            P = yield Batched(orthogonalize, state.P)
             Q_local = transposed_product(M, P)
             Q = yield AllReduce(Q_local)
             sent = Product(P, Q_local)

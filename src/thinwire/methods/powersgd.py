@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from thinwire.core.lowrank import LowRank, orthogonalize, transposed_product
 from thinwire.core.method import Context, Reduced
-from thinwire.core.requests import AllReduce, Exchange
-from thinwire.core.value import Product
+from thinwire.core.requests import AllReduce, Batched, Exchange
+from thinwire.core.value import Sum
+from thinwire.methods.lowrank import LowRank, Product, orthogonalize, product, transposed_product
 
 
 class PowerSGDState(NamedTuple):
@@ -34,9 +34,10 @@ class PowerSGD(LowRank):
         n, m = x.flatten(1).shape
         return PowerSGDState(ctx.randn(m, min(self.rank, n, m), like=x, salt="Q"))
 
-    def reduce(self, x: Tensor, state: PowerSGDState, ctx: Context) -> Exchange[tuple[Reduced, PowerSGDState]]:
+    def reduce(self, x: Tensor | Sum, state: PowerSGDState, ctx: Context) -> Exchange[tuple[Reduced, PowerSGDState]]:
         M = x.flatten(1)
-        P = orthogonalize((yield AllReduce(M @ state.Q)))
+        P = yield AllReduce(product(M, state.Q))
+        P = yield Batched(orthogonalize, P)
         Q_local = transposed_product(M, P)
         Q = yield AllReduce(Q_local)
         return Reduced(Product(P, Q), sent=Product(P, Q_local)), PowerSGDState(Q)

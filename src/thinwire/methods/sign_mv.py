@@ -26,7 +26,7 @@ from thinwire import kernels
 from thinwire.core.combine import running_mean
 from thinwire.core.method import Context, Method, Reduced, State
 from thinwire.core.requests import AllGather, AllToAll, Exchange
-from thinwire.core.value import finite
+from thinwire.core.value import Sum, finite, settled
 
 
 class Ballot(NamedTuple):
@@ -46,7 +46,8 @@ class Signs:
         if codes[:, -1].any():
             out.fill_(torch.nan)
 
-    def subtract(self, p: Tensor, out: Tensor) -> None:
+    def subtract(self, p: Tensor | Sum, out: Tensor) -> None:
+        p = settled(p)
         signs = torch.empty_like(p)
         self.write(signs)
         torch.sub(p, signs, out=out)

@@ -1,0 +1,118 @@
+"""What the engine itself costs on a model of many small layers, with no communication at all.
+
+    python -m benchmarks.overhead [--workload image:blocks=9] [--steps 10]
+
+One process trains under DDP with each method as if it were one of 4 workers; every collective is answered at once with
+what this worker sent. A figure is the processor time of the engine's thread and of DDP's hook, as a share of the
+process's in the same steps: Python, queue and packing, and compressing too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from thinwire.core.lockstep import Collective
+from thinwire.runtime.ddp import comm_hook
+from thinwire.runtime.synchronizer import Synchronizer
+from thinwire.workloads import Workload, load
+
+METHODS = ["dense", "acp:rank=4", "powersgd:rank=4", "dist-ef-block", "dist-ef-block:momentum=0.9"]
+WARM_UP = 3
+MOST = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A collective that took no time."""
+
+    answer: Tensor
+
+    def when_done(self, notify: Callable[[], None]) -> None:
+        notify()
+
+    def result(self) -> Tensor:
+        return self.answer
+
+
+class Alone:
+    """In place of ``Transport``: all workers send what this one does."""
+
+    rank, world = 0, 4
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.device = device
+
+    def start(self, collective: Collective) -> Answered:
+        buffer = collective.buffer
+        return Answered(torch.stack([buffer] * self.world) if collective.op == "all_gather" else buffer)
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        return [mine] * self.world
+
+
+def share(workload: Workload, method: str, steps: int) -> tuple[float, float]:
+    """Of the process's time that the engine's is, median over the steps; and the largest."""
+    model = DDP(workload.model)
+    sync, hooks = Synchronizer(method), [0.0]
+
+    def hook(state: Synchronizer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        start = time.thread_time()
+        future = comm_hook(state, bucket)
+        hooks[0] += time.thread_time() - start
+        return future
+
+    # DDP compares annotations with its own types, and refuses strings
+    hook.__annotations__ = dict(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})
+    model.register_comm_hook(sync, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = []
+    for step in range(steps + WARM_UP):
+        before = time.process_time(), hooks[0], _engine_time(sync)
+        optimizer.zero_grad()
+        workload.loss(model, step, 0, 1).backward()
+        optimizer.step()
+        spent = hooks[0] - before[1] + _engine_time(sync) - before[2]
+        found.append(spent / (time.process_time() - before[0]))
+    return statistics.median(found[WARM_UP:]), max(found[WARM_UP:])
+
+
+def _engine_time(sync: Synchronizer) -> float:
+    if sync._engine is None:
+        return 0.0
+    ident = sync._engine._thread.ident
+    assert ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(ident))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", default="image:blocks=9")
+    parser.add_argument("--steps", type=int, default=10)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, mock.patch("thinwire.runtime.ddp.Transport", Alone):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        for i, method in enumerate(METHODS):
+            workload = load(args.workload, None, 0)
+            if i == 0:
+                print(f"{args.workload}, {len(list(workload.model.parameters()))} tensors, {args.steps} steps\n")
+                print("| method | the engine's share of a step | of the worst | at most |\n|---|---|---|---|")
+            median, worst = share(workload, method, args.steps)
+            print(f"| `{method}` | {median:.1%} | {worst:.1%} | {MOST:.0%} |", flush=True)
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The low-rank kernels against their reference: to rounding, since a matrix product promises no order of sums."""
+
+from __future__ import annotations
+
+from math import inf, nan
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.kernels import cpu_lowrank, reference
+
+relaxed = settings(deadline=None, max_examples=60)  # the first call compiles
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+RATIOS = st.sampled_from([1.0, 0.5, 0.0, 3.0])
+
+
+@st.composite
+def matrices(draw: st.DrawFn, specials: tuple[float, ...] = ()) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, which may be narrow, the error, P and Q: ragged sizes on both sides of where rows share a factor."""
+    dtype = draw(st.sampled_from(DTYPES))
+    wide = torch.promote_types(dtype, torch.float32)
+    n, r = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    m = draw(st.integers(1, 40) | st.sampled_from([1535, 1537, 3001]))
+    numbers = st.sampled_from((0.0, -0.0, 1e-40, 6e-8, -3e-6, 1.0, -2.5, 1000.0, *specials))
+    scattered = arrays(np.float64, (n, m), elements=numbers, fill=st.nothing() if n * m < 60 else st.just(0.25))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    x = torch.from_numpy(draw(scattered)).to(dtype)
+    error, P, Q = (torch.randn(*shape, generator=g, dtype=wide) for shape in ((n, m), (n, r), (m, r)))
+    return x, error, P, Q
+
+
+def close(found: Tensor, expected: Tensor, magnitude: Tensor) -> None:
+    """Equal up to the rounding of terms as large as ``magnitude``; NaN and Inf where the other has one."""
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    bad = ~expected.isfinite()
+    assert torch.equal(~found.isfinite(), bad)
+    bound = 64 * torch.finfo(found.dtype).eps * magnitude
+    assert ((found - expected).abs() <= bound)[~bad].all()
+
+
+@relaxed
+@given(matrices(), RATIOS)
+def test_the_products_are_the_references(case, ratio):
+    x, error, P, Q = case
+    size = x.abs().to(error.dtype) + ratio * error.abs()
+    close(cpu_lowrank.product(x, error, ratio, Q), reference.product(x, error, ratio, Q), size @ Q.abs())
+    transposed = reference.transposed_product(x, error, ratio, P)
+    close(cpu_lowrank.transposed_product(x, error, ratio, P), transposed, size.mT @ P.abs())
+
+
+@relaxed
+@given(matrices(), RATIOS)
+def test_what_is_left_and_what_is_written_are_the_references(case, ratio):
+    x, error, P, Q = case
+    sent = P.abs() @ Q.abs().mT
+    size = x.abs().to(error.dtype) + ratio * error.abs() + sent
+    left, expected = error.clone(), error.clone()
+    cpu_lowrank.subtract_product(x, left, ratio, P, Q)
+    reference.subtract_product(x, expected, ratio, P, Q)
+    close(left, expected, size)
+    cpu_lowrank.write_product(P, Q, left)
+    reference.write_product(P, Q, expected)
+    close(left, expected, sent)
+
+
+@relaxed
+@given(matrices((inf, -inf, nan)), RATIOS)
+def test_a_bad_number_is_seen_in_every_column_of_its_row_and_nowhere_else(case, ratio):
+    x, error, P, Q = case
+    Q = Q.clone()
+    Q[0] = 0  # times Inf it is NaN
+    M = torch.add(x, error, alpha=ratio)
+    bad_rows, bad_columns = ~M.isfinite().all(1), ~M.isfinite().all(0)
+    for module in (cpu_lowrank, reference):
+        P_local, Q_local = module.product(x, error, ratio, Q), module.transposed_product(x, error, ratio, P)
+        assert torch.equal(~P_local.isfinite().all(1), bad_rows)
+        assert torch.equal(~P_local.isfinite().any(1), bad_rows)
+        assert torch.equal(~Q_local.isfinite().any(1), bad_columns)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_16_bits_is_read_as_what_it_is(dtype):
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype).view(-1, 1)
+    found = cpu_lowrank.product(x, torch.zeros(len(x), 1), 1.0, torch.ones(1, 1))
+    assert torch.equal(found.nan_to_num(nan=0.25), x.float().nan_to_num(nan=0.25))
+
+
+@pytest.mark.parametrize("place", [(0, 0), (3, 2), (6, 4)])
+def test_strided_matrices_are_read_by_their_meaning(place):
+    g = torch.Generator().manual_seed(0)
+    x, error = (torch.randn(5, 7, generator=g).mT for _ in range(2))
+    Q, P = torch.randn(5, 2, generator=g), torch.randn(7, 2, generator=g)
+    x[place] += 10
+    torch.testing.assert_close(kernels.product(x, error, 1.0, Q), (x + error) @ Q)
+    torch.testing.assert_close(kernels.transposed_product(x, error, 1.0, P), (x + error).mT @ P)
+
+
+def test_many_columns_go_to_the_library():
+    assert kernels._low_rank_for(torch.ones(1), torch.ones(1, kernels.MOST_COLUMNS)) is cpu_lowrank
+    assert kernels._low_rank_for(torch.ones(1), torch.ones(1, kernels.MOST_COLUMNS + 1)) is reference
+    assert kernels._low_rank_for(torch.ones(1, device="meta"), torch.ones(1, 1)) is reference
