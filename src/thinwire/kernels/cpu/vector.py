@@ -23,6 +23,8 @@ compiled = njit(nogil=True, cache=True)
 CHUNK = 2048
 """Numbers that are worked on together; they stay in the nearest cache."""
 LANES = 32
+LINE = 64
+"""Bytes of the cache's lines."""
 STRIDE = 256
 """Numbers that ``note_signs`` takes at once."""
 
@@ -246,16 +248,39 @@ def put_signed(typing: Any, out: Any, start: Any, word: Any, scale: Any) -> Any:
     return types.none(out, types.intp, types.uint32, out.dtype), generate
 
 
+def _add_signed(stream: bool) -> Any:
+    @intrinsic
+    def add(typing: Any, base: Any, out: Any, start: Any, word: Any, scale: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            signed = _signed(builder, args[3], args[4])
+            sum = builder.fadd(_load(context, builder, base, args[0], args[2], signed.type), signed)
+            if not stream:
+                return _store(context, builder, sum, out, args[1], args[2])
+            stored = builder.store(sum, _address(context, builder, out, args[1], args[2], signed.type))
+            stored.align = LINE
+            stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+            return context.get_dummy_value()
+
+        return types.none(base, out, types.intp, types.uint32, out.dtype), generate
+
+    return add
+
+
+add_signed = _add_signed(stream=False)
+"""(base, out, start, word, scale): 32 numbers of ``out`` from ``start`` on: those of ``base``, plus or minus ``scale``."""
+stream_signed = _add_signed(stream=True)
+"""The same past the caches, to memory that nobody reads soon. It starts at a line, and ``fence`` ends it."""
+
+
 @intrinsic
-def add_signed(typing: Any, base: Any, out: Any, start: Any, word: Any, scale: Any) -> Any:
-    """32 numbers of ``out`` from ``start`` on: those of ``base``, plus or minus ``scale``."""
+def fence(typing: Any) -> Any:
+    """What was written is there for other threads too."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        signed = _signed(builder, args[3], args[4])
-        onto = _load(context, builder, base, args[0], args[2], signed.type)
-        return _store(context, builder, builder.fadd(onto, signed), out, args[1], args[2])
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
 
-    return types.none(base, out, types.intp, types.uint32, out.dtype), generate
+    return types.none(), generate
 
 
 def _flipped(context: Any, builder: Any, x: Any, value: Any, start: Any, word: Any) -> Any:
