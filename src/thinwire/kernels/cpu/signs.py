@@ -8,24 +8,18 @@ import torch
 from torch import Tensor
 
 from thinwire.core.value import Sum
+from thinwire.kernels.cpu.source import CHUNK, Array, array, compiled, read, source
 from thinwire.kernels.cpu.vector import (
-    CHUNK,
     LANES,
     LINE,
     STRIDE,
-    Array,
     add_signed,
-    array,
-    compiled,
     fence,
     note_signs,
     put_signed,
-    read,
-    source,
     stream_signed,
     word_at,
 )
-
 
 LARGE = 1 << 23
 """Bytes of what will have left the caches before it is read again."""
@@ -95,7 +89,9 @@ def _decode(scale: Array, bits: Array, columns: int, block: int, out: Array) -> 
 
 
 @compiled
-def _add(scale: Array, bits: Array, columns: int, block: int, stacked: bool, stream: bool, base: Array, out: Array) -> None:
+def _add(
+    scale: Array, bits: Array, columns: int, block: int, stacked: bool, stream: bool, base: Array, out: Array
+) -> None:
     layers = scale.shape[0] if stacked else 1
     for r in range(scale.shape[0] // layers):
         source, row = base[r * columns : (r + 1) * columns], out[r * columns : (r + 1) * columns]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.cpu.hashing import mixed
-from thinwire.kernels.cpu.vector import Array, add_flipped, array, compiled, put_flipped
+from thinwire.kernels.cpu.source import Array, array, compiled
+from thinwire.kernels.cpu.vector import add_flipped, put_flipped
 from thinwire.kernels.reference import MASK, RUN, row_keys, run_length
 
 TOGETHER = 1024
