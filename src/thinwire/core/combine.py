@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class Wrapper(Method):
     inner: Method
 
     @property
-    def widens(self) -> bool:
+    def widens(self) -> bool:  # type: ignore[override]
         return self.inner.widens
 
     @property
@@ -62,13 +62,10 @@ class ErrorFeedbackState(NamedTuple):
 class ErrorFeedback(Wrapper):
     """p = x + ratio * e;   send C(p);   e = p - C(p)"""
 
+    widens: ClassVar[bool] = True
     inner: Method
     max_ratio: float | None = None
     """Bound on eta_{t-1}/eta_t for the error; None keeps the error as it is."""
-
-    @property
-    def widens(self) -> bool:
-        return True
 
     def init(self, x: Tensor, ctx: Context) -> ErrorFeedbackState:
         return ErrorFeedbackState(torch.zeros_like(x), self.inner.init(x, ctx))
@@ -103,10 +100,7 @@ class Local(Wrapper):
     """What a worker does to every gradient before it is exchanged, whichever tensors the method takes and from when."""
 
     __slots__ = ()
-
-    @property
-    def widens(self) -> bool:
-        return False
+    widens: ClassVar[bool] = False
 
     def around(self, inner: Method) -> Method:
         """The same before another method."""

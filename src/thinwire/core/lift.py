@@ -34,9 +34,7 @@ class Identity:
     def decode(self, payload: Raw, columns: int, out: Tensor) -> None:
         out.copy_(payload.values.flatten()[: len(out)])
 
-    def add(
-        self, payload: Raw, columns: int, base: Tensor, alpha: float, out: Tensor, stacked: bool = False
-    ) -> None:
+    def add(self, payload: Raw, columns: int, base: Tensor, alpha: float, out: Tensor, stacked: bool = False) -> None:
         for row in payload.values if stacked else payload.values.view(1, -1):
             torch.add(base, row[: len(out)], alpha=alpha, out=out)
             base = out

@@ -75,11 +75,8 @@ class Method:
     __slots__ = ()
     adds: ClassVar[bool] = False
     """Whether ``reduce`` takes a ``Sum`` too, adds in passing, and shows a bad number of it in what it sends."""
-
-    @property
-    def widens(self) -> bool:
-        """Whether ``reduce`` takes numbers of 16 bits too, and widens them in passing."""
-        return False
+    widens: ClassVar[bool] = False
+    """Whether ``reduce`` takes numbers of 16 bits too, and widens them in passing."""
 
     @property
     def whole(self) -> bool:
@@ -145,9 +142,7 @@ class Compressor(Protocol):
     def decode(self, payload: Any, columns: int, out: Tensor) -> None:
         """out = C(x), out (d,)"""
 
-    def add(
-        self, payload: Any, columns: int, base: Tensor, alpha: float, out: Tensor, stacked: bool = False
-    ) -> None:
+    def add(self, payload: Any, columns: int, base: Tensor, alpha: float, out: Tensor, stacked: bool = False) -> None:
         """out = base + alpha C(x), which may be the same memory.
 
         ``stacked``: a row is not a part of a vector but a worker's whole one, and they are added in their order.

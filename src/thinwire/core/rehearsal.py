@@ -1,4 +1,4 @@
-"""A method's step for a worker alone, on a tiny tensor: what is compiled or loaded once is so before training begins."""
+"""A method's step on a tiny tensor, for a worker alone: what is compiled or loaded once is so when training starts."""
 
 from __future__ import annotations
 

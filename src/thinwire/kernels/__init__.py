@@ -26,7 +26,15 @@ class Kernels(Protocol):
     def decode_signs(self, scale: Tensor, bits: Tensor, columns: int, block: int, out: Tensor) -> None: ...
 
     def add_signs(
-        self, scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor, stacked: bool
+        self,
+        scale: Tensor,
+        bits: Tensor,
+        columns: int,
+        block: int,
+        base: Tensor,
+        alpha: float,
+        out: Tensor,
+        stacked: bool,
     ) -> None: ...
 
     def pack_bits(self, codes: Tensor, bits: int) -> Tensor: ...

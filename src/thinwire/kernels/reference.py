@@ -99,9 +99,9 @@ def add_levels(
 def count_sketch(x: Tensor, rows: int, columns: int, key: int) -> Tensor:
     """S (rows, columns), where number j of x (d,) is added to one place of each row, with a sign: both by a hash.
 
-    In a large sketch, runs of neighbours go to neighbouring places, round the row's end, with a sign each. Two of one run
-    never meet, any other two do with the chance 1 / columns, and their signs then agree by chance: so an estimate has the
-    variance that it has where each number goes by itself, since that depends on pairs alone. But runs meet as a whole.
+    In a large sketch, runs of neighbours go to neighbouring places, round the row's end, with a sign each. Two of one
+    run never meet, any other two do with the chance 1 / columns, and their signs then agree by chance: an estimate has
+    the variance that it has where each number goes by itself, since that depends on pairs. But runs meet as a whole.
     """
     sketch = x.new_zeros(rows, columns)
     for r, salt in enumerate(row_keys(rows, key)):

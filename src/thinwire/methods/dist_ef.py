@@ -44,9 +44,7 @@ class ScaledSign:
     def decode(self, payload: Signs, columns: int, out: Tensor) -> None:
         kernels.decode_signs(payload.scale, payload.bits, columns, self._block(columns), out)
 
-    def add(
-        self, payload: Signs, columns: int, base: Tensor, alpha: float, out: Tensor, stacked: bool = False
-    ) -> None:
+    def add(self, payload: Signs, columns: int, base: Tensor, alpha: float, out: Tensor, stacked: bool = False) -> None:
         kernels.add_signs(payload.scale, payload.bits, columns, self._block(columns), base, alpha, out, stacked)
 
     def finite(self, payload: Signs) -> bool:

@@ -1,7 +1,6 @@
 """DQ-SGD. Yan, Huang, Lan, Song 2021, arXiv 2107.14575: QSGD with bits that are chosen at each step.
 
-The squared error that step n of N makes has shrunk by alpha^(N-n) at the end, so bits are spent best where each step
-adds alike to what is left then:
+The squared error of step n of N has shrunk by alpha^(N-n) at the end, so bits are spent best if all add alike to that:
 
     s_n = k alpha^((N-n)/2) |g_n| levels a side;   B_n = 1 + log2(s_n + 1) bits, in [2, 8]
 
@@ -22,7 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +46,7 @@ class DQState(NamedTuple):
 class DQ(Method):
     """QSGD with bits that rise towards the end of the run and fall with the gradient's norm; the whole gradient."""
 
+    widens: ClassVar[bool] = True
     budget: float = 4.0
     """Bits a number, on average over ``total_steps``; has no part where there is a target."""
     target: float = 0.0
@@ -68,10 +68,6 @@ class DQ(Method):
         if self.total_steps < 1:
             raise ValueError(f"total_steps must be at least 1, not {self.total_steps}")
         check_block(self.block)
-
-    @property
-    def widens(self) -> bool:
-        return True
 
     def method(self) -> Method:
         return whole(self)

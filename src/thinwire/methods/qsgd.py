@@ -18,7 +18,7 @@ Departure: codes have a fixed width in place of Elias coding. Where gathering co
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -72,6 +72,7 @@ def check_block(block: int) -> None:
 class QSGD(Method):
     """Unbiased stochastic rounding to a fixed number of bits; one-way."""
 
+    widens: ClassVar[bool] = True
     bits: int = 4
     """Bits a number, the sign's included: 2 to 8."""
     block: int = 512
@@ -81,10 +82,6 @@ class QSGD(Method):
         if not 2 <= self.bits <= 8:
             raise ValueError(f"bits must be in [2, 8], not {self.bits}")
         check_block(self.block)
-
-    @property
-    def widens(self) -> bool:
-        return True
 
     def method(self) -> Method:
         return where(Rule(min_saving=1.0), self)

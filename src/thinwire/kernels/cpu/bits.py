@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from thinwire.kernels.cpu.vector import Array, array, compiled
+from thinwire.kernels.cpu.source import Array, array, compiled
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:

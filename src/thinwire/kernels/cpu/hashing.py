@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.extending import intrinsic
+
+from thinwire.kernels.cpu.vector import intrinsic
 
 
 @intrinsic

@@ -11,12 +11,10 @@ from torch import Tensor
 from thinwire.core.value import Sum
 from thinwire.kernels.cpu.bits import pack, unpack
 from thinwire.kernels.cpu.hashing import mixed
-from thinwire.kernels.cpu.vector import CHUNK, Array, array, compiled, read, source
+from thinwire.kernels.cpu.source import CHUNK, Array, array, compiled, read, source
 
 
-def encode_levels(
-    x: Tensor | Sum, rows: int, columns: int, block: int, bits: int, key: int
-) -> tuple[Tensor, Tensor]:
+def encode_levels(x: Tensor | Sum, rows: int, columns: int, block: int, bits: int, key: int) -> tuple[Tensor, Tensor]:
     assert x.numel() <= rows * columns
     given = source(x, block)
     wide = given[3].itemsize == 8

@@ -1,7 +1,7 @@
 """The largest magnitudes; see ``reference``.
 
-Magnitudes are ordered as their bits are, the sign's aside. One pass collects what is at least as large as a bound, which
-a sample proposes; if that is enough and not too much, the rest of the choice is among the few.
+Magnitudes are ordered as their bits are, the sign's aside. One pass collects what reaches a bound that a sample
+proposes; if that is enough and not too much, the rest of the choice is among the few.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from thinwire.core.value import Sum
 from thinwire.kernels.cpu.hashing import mixed
-from thinwire.kernels.cpu.vector import LANES, Array, array, at_least, compiled, lowest, read, source
+from thinwire.kernels.cpu.source import Array, array, compiled, read, source
+from thinwire.kernels.cpu.vector import LANES, at_least, lowest
 
 SAMPLE = 1 << 16
 """Numbers whose magnitudes propose the bound."""
@@ -61,7 +62,7 @@ def _bound(x: Array, error: Array | None, ratio: Any, p: Array, bits: Array, inf
     """A magnitude that very likely a few more than k reach."""
     sample, stride = np.empty(SAMPLE, p.dtype), len(x) // SAMPLE
     for i in range(SAMPLE):
-        place = i * stride + np.int64(mixed(np.uint32(i))) % stride
+        place: Any = i * stride + np.int64(mixed(np.uint32(i))) % stride
         one = sample[i : i + 1]
         one[0] = read(x[place : place + 1], _one(error, place), ratio, one, 0, 1)[0]
     expected = SAMPLE * k / len(x)
@@ -72,7 +73,7 @@ def _bound(x: Array, error: Array | None, ratio: Any, p: Array, bits: Array, inf
 def _collect(
     x: Array, error: Array | None, ratio: Any, p: Array, bits: Array, least: Any, found: Array, where: Array
 ) -> int:
-    """Read x, and note what is at least ``least``; return how many they are, or where no room is left, more than fit."""
+    """Read x, note what is at least ``least``, and return how many they are; where room runs out, it is full."""
     count, whole = 0, len(x) // LANES * LANES
     for j in range(0, whole, LANES):
         word = at_least(x, error, ratio, p, j, least)
@@ -127,4 +128,3 @@ def _kth(bits: Array, infinite: Any, k: int) -> Any:
 @compiled
 def _one(error: Array | None, place: int) -> Array | None:
     return None if error is None else error[place : place + 1]
-

@@ -8,20 +8,21 @@ import torch
 from torch import Tensor
 
 from thinwire.core.value import Sum
+from thinwire.kernels.cpu.source import CHUNK, Array, array, compiled, read, source
 from thinwire.kernels.cpu.vector import (
-    CHUNK,
     LANES,
+    LINE,
     STRIDE,
-    Array,
     add_signed,
-    array,
-    compiled,
+    fence,
     note_signs,
     put_signed,
-    read,
-    source,
+    stream_signed,
     word_at,
 )
+
+LARGE = 1 << 23
+"""Bytes of what will have left the caches before it is read again."""
 
 
 def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
@@ -42,7 +43,8 @@ def add_signs(
     scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor, stacked: bool
 ) -> None:
     _check(scale, bits, columns, block, columns if stacked else len(bits) * columns, out, base)
-    _add(array(scale * alpha), array(bits), columns, block, stacked, array(base), array(out))
+    stream = out.nbytes > LARGE and out.data_ptr() != base.data_ptr() and out.data_ptr() % LINE == 0
+    _add(array(scale * alpha), array(bits), columns, block, stacked, stream, array(base), array(out))
 
 
 def _check(scale: Tensor, bits: Tensor, columns: int, block: int, most: int, *vectors: Tensor) -> None:
@@ -87,7 +89,9 @@ def _decode(scale: Array, bits: Array, columns: int, block: int, out: Array) -> 
 
 
 @compiled
-def _add(scale: Array, bits: Array, columns: int, block: int, stacked: bool, base: Array, out: Array) -> None:
+def _add(
+    scale: Array, bits: Array, columns: int, block: int, stacked: bool, stream: bool, base: Array, out: Array
+) -> None:
     layers = scale.shape[0] if stacked else 1
     for r in range(scale.shape[0] // layers):
         source, row = base[r * columns : (r + 1) * columns], out[r * columns : (r + 1) * columns]
@@ -95,16 +99,23 @@ def _add(scale: Array, bits: Array, columns: int, block: int, stacked: bool, bas
             start, end = min(len(row), b * block), min(len(row), (b + 1) * block)
             for j in range(start, end, CHUNK):
                 onto, into = source[j : min(end, j + CHUNK)], row[j : min(end, j + CHUNK)]
+                past = stream and layers == 1 and (r * columns + j) * out.itemsize % LINE == 0
                 for i in range(r, r + layers):
-                    _add_part(scale[i, b], bits[i, j // 8 :], onto, into)
+                    _add_part(scale[i, b], bits[i, j // 8 :], past, onto, into)
                     onto = into
+    if stream:
+        fence()
 
 
 @compiled
-def _add_part(size: Any, octets: Array, onto: Array, into: Array) -> None:
+def _add_part(size: Any, octets: Array, past: bool, onto: Array, into: Array) -> None:
     whole = len(into) // LANES * LANES
-    for j in range(0, whole, LANES):
-        add_signed(onto, into, j, word_at(octets, j // 8), size)
+    if past:
+        for j in range(0, whole, LANES):
+            stream_signed(onto, into, j, word_at(octets, j // 8), size)
+    else:
+        for j in range(0, whole, LANES):
+            add_signed(onto, into, j, word_at(octets, j // 8), size)
     for j in range(whole, len(into)):
         into[j] = onto[j] + (size if octets[j // 8] >> (j % 8) & 1 else -size)
 

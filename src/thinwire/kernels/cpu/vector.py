@@ -1,115 +1,29 @@
-"""What the loops on the CPU are made of: reading a gradient, and 32 numbers at a time beside their 32 bits.
+"""32 numbers at a time beside their 32 bits.
 
-Between numbers and bits the loops say what they want in vectors of LLVM, which it knows instructions for on any
-machine; all else it vectorises by itself. Loops release the GIL, since the engine's threads run them side by side.
-They do not look where they read and write: their callers do.
+Between numbers and bits the loops say what they want in vectors of LLVM, which has instructions for it on any machine;
+all else it vectorises by itself. None of this looks where it reads and writes: its callers do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic, overload
-from torch import Tensor
+import numba.extending
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
 
-from thinwire.core.value import Sum, settled
-
-Array = np.ndarray[Any, Any]
-compiled = njit(nogil=True, cache=True)
-CHUNK = 2048
-"""Numbers that are worked on together; they stay in the nearest cache."""
 LANES = 32
+LINE = 64
+"""Bytes of the cache's lines."""
 STRIDE = 256
 """Numbers that ``note_signs`` takes at once."""
+WORD = ir.IntType(LANES)
 
 
-def array(x: Tensor) -> Array:
-    """The tensor's memory, or a copy's where it is strided. bf16 comes as int16, and fp16 as uint16: the bits."""
-    x = x.detach().contiguous()
-    if x.dtype == torch.bfloat16:
-        return x.view(torch.int16).numpy()
-    return x.view(torch.uint16).numpy() if x.dtype == torch.float16 else x.numpy()
-
-
-Source = tuple[Array, Array | None, Any, Array]
-
-
-def source(x: Tensor | Sum, scratch: int = 0) -> Source:
-    """What ``read`` needs: x, the error and its ratio, and memory for their sum, or for ``scratch`` widened numbers."""
-    if isinstance(x, Sum) and x.pending and x.out.is_contiguous():
-        x.pending = False
-        error = array(x.error)
-        return array(x.x), error, error.dtype.type(x.ratio), array(x.out)
-    plain = array(settled(x))
-    ratio = np.float64(1) if plain.dtype == np.float64 else np.float32(1)
-    return plain, None, ratio, plain if plain.dtype.kind == "f" else np.empty(scratch, np.float32)
-
-
-def read(x: Array, error: Array | None, ratio: Any, out: Array, start: int, end: int) -> Array:
-    """Numbers ``start`` to ``end`` of x, or of x + ratio * error: those are left in ``out``."""
-    raise NotImplementedError  # what it does depends on the types
-
-
-@overload(read, strict=False, inline="always")
-def _read(x: Any, error: Any, ratio: Any, out: Any, start: Any, end: Any) -> Any:
-    wide = isinstance(x.dtype, types.Float)
-    if isinstance(error, types.NoneType):
-
-        def plain(x, error, ratio, out, start, end):  # type: ignore[no-untyped-def]
-            return x[start:end]
-
-        def widened(x, error, ratio, out, start, end):  # type: ignore[no-untyped-def]
-            widen(x[start:end], out)
-            return out[: end - start]
-
-        return plain if wide else widened
-
-    def summed(x, error, ratio, out, start, end):  # type: ignore[no-untyped-def]
-        _add(x[start:end], error[start:end], ratio, out[start:end])
-        return out[start:end]
-
-    def widened_and_summed(x, error, ratio, out, start, end):  # type: ignore[no-untyped-def]
-        widen(x[start:end], out[start:end])
-        _add(out[start:end], error[start:end], ratio, out[start:end])
-        return out[start:end]
-
-    return summed if wide else widened_and_summed
-
-
-@njit(nogil=True, cache=True, fastmath={"contract"})  # rounded once, as torch's is
-def _add(x: Array, error: Array, ratio: Any, out: Array) -> None:
-    for k in range(len(x)):
-        out[k] = x[k] + ratio * error[k]
-
-
-def widen(x: Array, out: Array) -> None:
-    """The numbers that 16 bits stand for."""
-    raise NotImplementedError
-
-
-@overload(widen, strict=False)
-def _widen(x: Any, out: Any) -> Any:
-    def bfloat16(x, out):  # type: ignore[no-untyped-def]
-        bits = out.view(np.int32)
-        for k in range(len(x)):
-            bits[k] = np.int32(x[k]) << 16
-
-    def float16(x, out):  # type: ignore[no-untyped-def]
-        bits = out.view(np.uint32)
-        for k in range(len(x)):
-            bits[k] = np.uint32(x[k] & 0x7FFF) << 13
-        for k in range(len(x)):
-            # the exponents differ by 112; where all of its bits are set it is an infinity, or not a number
-            out[k] *= np.float32(2.0**112)
-        for k in range(len(x)):
-            special = (x[k] & 0x7C00) == 0x7C00
-            bits[k] |= np.uint32(0x7F800000 if special else 0) | np.uint32(x[k] & 0x8000) << 16
-
-    return bfloat16 if x.dtype == types.int16 else float16
+def intrinsic(declared: Callable[..., Any]) -> Any:
+    """Untyped, since a call does not have the parameter that the declaration begins with."""
+    return numba.extending.intrinsic(declared)
 
 
 def _address(context: Any, builder: Any, kind: Any, value: Any, start: Any, to: ir.Type) -> Any:
@@ -133,9 +47,6 @@ def _lanes(builder: Any, value: Any) -> Any:
     vector = ir.VectorType(value.type, LANES)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.IntType(32)(0))
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), LANES), None))
-
-
-WORD = ir.IntType(LANES)
 
 
 def _numbers(context: Any, builder: Any, kinds: Any, args: Any, start: Any) -> Any:
@@ -173,7 +84,7 @@ def _widened(builder: Any, bits: Any, bfloat16: bool) -> Any:
 
 @intrinsic
 def note_signs(typing: Any, x: Any, error: Any, ratio: Any, out: Any, start: Any, bits: Any, first: Any) -> Any:
-    """``read`` ``STRIDE`` numbers, put a bit for each into ``bits``, 1 if it is at least 0, and sum their magnitudes."""
+    """``read`` ``STRIDE`` numbers; put a bit for each, 1 if it is at least 0, into ``bits``; sum their magnitudes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         double = ir.DoubleType()
@@ -246,16 +157,39 @@ def put_signed(typing: Any, out: Any, start: Any, word: Any, scale: Any) -> Any:
     return types.none(out, types.intp, types.uint32, out.dtype), generate
 
 
+def _add_signed(stream: bool) -> Any:
+    @intrinsic
+    def add(typing: Any, base: Any, out: Any, start: Any, word: Any, scale: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            signed = _signed(builder, args[3], args[4])
+            sum = builder.fadd(_load(context, builder, base, args[0], args[2], signed.type), signed)
+            if not stream:
+                return _store(context, builder, sum, out, args[1], args[2])
+            stored = builder.store(sum, _address(context, builder, out, args[1], args[2], signed.type))
+            stored.align = LINE
+            stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+            return context.get_dummy_value()
+
+        return types.none(base, out, types.intp, types.uint32, out.dtype), generate
+
+    return add
+
+
+add_signed = _add_signed(stream=False)
+"""(base, out, start, word, scale): 32 numbers of ``out`` are those of ``base``, plus or minus ``scale``."""
+stream_signed = _add_signed(stream=True)
+"""The same past the caches, to memory that nobody reads soon. It starts at a line, and ``fence`` ends it."""
+
+
 @intrinsic
-def add_signed(typing: Any, base: Any, out: Any, start: Any, word: Any, scale: Any) -> Any:
-    """32 numbers of ``out`` from ``start`` on: those of ``base``, plus or minus ``scale``."""
+def fence(typing: Any) -> Any:
+    """What was written is there for other threads too."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        signed = _signed(builder, args[3], args[4])
-        onto = _load(context, builder, base, args[0], args[2], signed.type)
-        return _store(context, builder, builder.fadd(onto, signed), out, args[1], args[2])
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
 
-    return types.none(base, out, types.intp, types.uint32, out.dtype), generate
+    return types.none(), generate
 
 
 def _flipped(context: Any, builder: Any, x: Any, value: Any, start: Any, word: Any) -> Any:
