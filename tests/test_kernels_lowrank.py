@@ -105,3 +105,40 @@ def test_many_columns_go_to_the_library():
     assert kernels._low_rank_for(torch.ones(1), torch.ones(1, kernels.MOST_COLUMNS)) is cpu_lowrank
     assert kernels._low_rank_for(torch.ones(1), torch.ones(1, kernels.MOST_COLUMNS + 1)) is reference
     assert kernels._low_rank_for(torch.ones(1, device="meta"), torch.ones(1, 1)) is reference
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 2), (7, 7), (64, 4), (577, 4), (300, 16)])
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_orthonormal_columns_are_the_references(shape, dtype, scale):
+    P = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0), dtype=dtype) * scale
+    found, eps = cpu_lowrank.orthogonalize(P), torch.finfo(dtype).eps
+    torch.testing.assert_close(found, reference.orthogonalize(P), rtol=0, atol=2000 * eps)
+    torch.testing.assert_close(
+        found.mT @ found, torch.eye(shape[1], dtype=dtype).expand(3, -1, -1), rtol=0, atol=20 * eps
+    )
+
+
+@relaxed
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 6), st.integers(0, 99), st.booleans())
+def test_columns_that_depend_on_others_give_way_to_orthonormal_ones(n, r, independent, seed, tiny):
+    r = min(n, r)
+    g = torch.Generator().manual_seed(seed)
+    P = torch.randn(n, independent, generator=g) @ torch.randn(independent, r, generator=g)
+    P = (P * 1e-38 if tiny else P)[None]
+    for module in (cpu_lowrank, reference):
+        found = module.orthogonalize(P)
+        torch.testing.assert_close(found.mT @ found, torch.eye(r)[None], rtol=0, atol=1e-5)
+    if not tiny:
+        spanned = cpu_lowrank.orthogonalize(P)
+        torch.testing.assert_close(spanned @ (spanned.mT @ P), P, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [inf, -inf, nan])
+@pytest.mark.parametrize("module", [cpu_lowrank, reference])
+def test_no_orthonormal_columns_come_of_a_bad_number(bad, module):
+    P = torch.randn(2, 6, 3)
+    P[1, 4, 1] = bad
+    found = module.orthogonalize(P)
+    assert found[0].isfinite().all()
+    assert not found[1].isfinite().all()

@@ -50,6 +50,8 @@ class Kernels(Protocol):
 class LowRankKernels(Protocol):
     """Those of the low-rank methods; x, which may be of 16 bits, error and out are matrices."""
 
+    def orthogonalize(self, P: Tensor) -> Tensor: ...
+
     def product(self, x: Tensor, error: Tensor, ratio: float, Q: Tensor) -> Tensor: ...
 
     def transposed_product(self, x: Tensor, error: Tensor, ratio: float, P: Tensor) -> Tensor: ...
@@ -99,6 +101,10 @@ def estimate(sketch: Tensor, d: int, key: int) -> Tensor:
 
 def top_k(x: Tensor, k: int) -> Tensor:
     return _for(x).top_k(x, k)
+
+
+def orthogonalize(P: Tensor) -> Tensor:
+    return _low_rank_for(P, P[0]).orthogonalize(P)
 
 
 def product(x: Tensor, error: Tensor, ratio: float, Q: Tensor) -> Tensor:
