@@ -6,6 +6,7 @@ the functions of ``Kernels``, equal to ``reference`` in the tests, and a case in
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -124,11 +125,16 @@ def write_product(P: Tensor, Q: Tensor, out: Tensor) -> None:
 
 
 def _low_rank_for(x: Tensor, factor: Tensor) -> LowRankKernels:
-    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and factor.shape[1] <= MOST_COLUMNS:
-        from thinwire.kernels import cpu_lowrank
-
-        return cpu_lowrank
+    if x.is_cpu and x.dtype in (torch.float32, torch.float64) and factor.shape[1] <= MOST_COLUMNS:
+        return _cpu_lowrank()
     return reference
+
+
+@cache
+def _cpu_lowrank() -> LowRankKernels:
+    from thinwire.kernels import cpu_lowrank
+
+    return cpu_lowrank
 
 
 def _for(x: Tensor) -> Kernels:

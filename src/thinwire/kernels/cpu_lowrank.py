@@ -72,8 +72,8 @@ def _sizes(rows: Tensor) -> tuple[int, int, bool]:
 
 
 def _flat(x: Tensor) -> Array:
-    array = x.contiguous().view(_READ_AS.get(x.dtype, x.dtype)).numpy()
-    return array.reshape(-1)
+    flat = x.reshape(-1)
+    return (flat.view(_READ_AS[x.dtype]) if x.dtype in _READ_AS else flat).numpy()
 
 
 _READ_AS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
