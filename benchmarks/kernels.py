@@ -108,7 +108,7 @@ def lowrank_rows(size: int) -> dict[str, tuple[float, Work]]:
     for side, what in [(math.isqrt(size), "one matrix"), (1024, "matrices of 1024 x 1024")]:
         gradients = [torch.randn(side, side) for _ in range(max(1, size // side**2))]
         errors = [torch.randn(side, side) for _ in gradients]
-        P, Q = orthogonalize(torch.randn(side, 4)), orthogonalize(torch.randn(side, 4))
+        P, Q = orthogonalize(torch.randn(2, side, 4))
         pairs = list(zip(gradients, errors, strict=True))
         steps = {
             "P": lambda M, Q=Q: Product(product(M, Q), Q),

@@ -13,7 +13,8 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.kernels import cpu_lowrank, reference
+from thinwire.kernels import reference
+from thinwire.kernels.cpu import lowrank
 
 relaxed = settings(deadline=None, max_examples=60)  # the first call compiles
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -49,9 +50,9 @@ def close(found: Tensor, expected: Tensor, magnitude: Tensor) -> None:
 def test_the_products_are_the_references(case, ratio):
     x, error, P, Q = case
     size = x.abs().to(error.dtype) + ratio * error.abs()
-    close(cpu_lowrank.product(x, error, ratio, Q), reference.product(x, error, ratio, Q), size @ Q.abs())
+    close(lowrank.product(x, error, ratio, Q), reference.product(x, error, ratio, Q), size @ Q.abs())
     transposed = reference.transposed_product(x, error, ratio, P)
-    close(cpu_lowrank.transposed_product(x, error, ratio, P), transposed, size.mT @ P.abs())
+    close(lowrank.transposed_product(x, error, ratio, P), transposed, size.mT @ P.abs())
 
 
 @relaxed
@@ -61,10 +62,10 @@ def test_what_is_left_and_what_is_written_are_the_references(case, ratio):
     sent = P.abs() @ Q.abs().mT
     size = x.abs().to(error.dtype) + ratio * error.abs() + sent
     left, expected = error.clone(), error.clone()
-    cpu_lowrank.subtract_product(x, left, ratio, P, Q)
+    lowrank.subtract_product(x, left, ratio, P, Q)
     reference.subtract_product(x, expected, ratio, P, Q)
     close(left, expected, size)
-    cpu_lowrank.write_product(P, Q, left)
+    lowrank.write_product(P, Q, left)
     reference.write_product(P, Q, expected)
     close(left, expected, sent)
 
@@ -77,7 +78,7 @@ def test_a_bad_number_is_seen_in_every_column_of_its_row_and_nowhere_else(case, 
     Q[0] = 0  # times Inf it is NaN
     M = torch.add(x, error, alpha=ratio)
     bad_rows, bad_columns = ~M.isfinite().all(1), ~M.isfinite().all(0)
-    for module in (cpu_lowrank, reference):
+    for module in (lowrank, reference):
         P_local, Q_local = module.product(x, error, ratio, Q), module.transposed_product(x, error, ratio, P)
         assert torch.equal(~P_local.isfinite().all(1), bad_rows)
         assert torch.equal(~P_local.isfinite().any(1), bad_rows)
@@ -87,7 +88,7 @@ def test_a_bad_number_is_seen_in_every_column_of_its_row_and_nowhere_else(case, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_number_of_16_bits_is_read_as_what_it_is(dtype):
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype).view(-1, 1)
-    found = cpu_lowrank.product(x, torch.zeros(len(x), 1), 1.0, torch.ones(1, 1))
+    found = lowrank.product(x, torch.zeros(len(x), 1), 1.0, torch.ones(1, 1))
     assert torch.equal(found.nan_to_num(nan=0.25), x.float().nan_to_num(nan=0.25))
 
 
@@ -102,6 +103,43 @@ def test_strided_matrices_are_read_by_their_meaning(place):
 
 
 def test_many_columns_go_to_the_library():
-    assert kernels._low_rank_for(torch.ones(1), torch.ones(1, kernels.MOST_COLUMNS)) is cpu_lowrank
+    assert kernels._low_rank_for(torch.ones(1), torch.ones(1, kernels.MOST_COLUMNS)) is lowrank
     assert kernels._low_rank_for(torch.ones(1), torch.ones(1, kernels.MOST_COLUMNS + 1)) is reference
     assert kernels._low_rank_for(torch.ones(1, device="meta"), torch.ones(1, 1)) is reference
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 2), (7, 7), (64, 4), (577, 4), (300, 16)])
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_orthonormal_columns_are_the_references(shape, dtype, scale):
+    P = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0), dtype=dtype) * scale
+    found, eps = lowrank.orthogonalize(P), torch.finfo(dtype).eps
+    torch.testing.assert_close(found, reference.orthogonalize(P), rtol=0, atol=2000 * eps)
+    torch.testing.assert_close(
+        found.mT @ found, torch.eye(shape[1], dtype=dtype).expand(3, -1, -1), rtol=0, atol=20 * eps
+    )
+
+
+@relaxed
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 6), st.integers(0, 99), st.booleans())
+def test_columns_that_depend_on_others_give_way_to_orthonormal_ones(n, r, independent, seed, tiny):
+    r = min(n, r)
+    g = torch.Generator().manual_seed(seed)
+    P = torch.randn(n, independent, generator=g) @ torch.randn(independent, r, generator=g)
+    P = (P * 1e-38 if tiny else P)[None]
+    for module in (lowrank, reference):
+        found = module.orthogonalize(P)
+        torch.testing.assert_close(found.mT @ found, torch.eye(r)[None], rtol=0, atol=1e-5)
+    if not tiny:
+        spanned = lowrank.orthogonalize(P)
+        torch.testing.assert_close(spanned @ (spanned.mT @ P), P, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [inf, -inf, nan])
+@pytest.mark.parametrize("module", [lowrank, reference])
+def test_no_orthonormal_columns_come_of_a_bad_number(bad, module):
+    P = torch.randn(2, 6, 3)
+    P[1, 4, 1] = bad
+    found = module.orthogonalize(P)
+    assert found[0].isfinite().all()
+    assert not found[1].isfinite().all()

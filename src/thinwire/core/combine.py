@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -231,15 +232,20 @@ class Rule:
             if not getattr(self, key) >= 0:
                 raise ValueError(f"{key} must be at least 0, not {getattr(self, key)}")
 
-    def __call__(self, method: Method, x: Tensor, world: int) -> bool:
-        if x.dim() < self.min_dims or x.numel() < self.min_size:
+    def __call__(self, method: Method, shape: Sequence[int], world: int) -> bool:
+        if len(shape) < self.min_dims or prod(shape) < self.min_size:
             return False
-        return self.min_saving == 0 or _saving(method, tuple(x.shape), max(2, world)) >= self.min_saving
+        return self.min_saving == 0 or _saving(method, shape, max(2, world)) >= self.min_saving
+
+
+def _saving(method: Method, shape: Sequence[int], world: int) -> float:
+    return bytes_per_step(Dense(), shape, world) / bytes_per_step(method, shape, world)
 
 
 @lru_cache(maxsize=4096)
-def _saving(method: Method, shape: tuple[int, ...], world: int) -> float:
-    return bytes_per_step(Dense(), shape, world) / bytes_per_step(method, shape, world)
+def _chosen(where: Where, shape: torch.Size, world: int) -> Method:
+    """Once for each shape, rather than at each step."""
+    return where.inner if where.rule(where.inner, shape, world) else where.inner.dense()
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +256,7 @@ class Where(Wrapper):
     inner: Method
 
     def _chosen(self, x: Tensor, ctx: Context) -> Method:
-        return self.inner if self.rule(self.inner, x, ctx.world) else self.inner.dense()
+        return _chosen(self, x.shape, ctx.world)
 
     def init(self, x: Tensor, ctx: Context) -> State:
         return self._chosen(x, ctx).init(x, ctx)

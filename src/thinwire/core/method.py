@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.requests import AllReduce, Exchange, Payload
-from thinwire.core.value import Sum, Value
+from thinwire.core.value import Sum, Value, settled
 
 State = tuple[Any, ...]
 """A NamedTuple of tensors, numbers and further states: passed in and out, never hidden on ``self``."""
@@ -120,10 +120,12 @@ class Method:
 class Dense(Method):
     """S-SGD: the plain mean."""
 
+    adds: ClassVar[bool] = True
     own: bool = False
     """In the gradient's own type; else in the one that methods compute in, to travel with their tensors."""
 
-    def reduce(self, x: Tensor, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+    def reduce(self, x: Tensor | Sum, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
+        x = settled(x)
         own = x.to(ctx.dtype) if self.own and ctx.dtype else x
         mean = yield AllReduce(own)
         return Reduced(mean.to(x.dtype), sent=own.to(x.dtype)), state

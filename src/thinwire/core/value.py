@@ -68,26 +68,30 @@ class Sum:
         self.x = x
         self.error = error
         self.ratio = ratio
-        self._whole = self if whole is None else whole
-        self._memory: Tensor | None = x if x.dtype == error.dtype and x.is_contiguous() else None
+        self._whole = whole
+        fits = whole is None and x.dtype == error.dtype and x.is_contiguous()
+        self._memory: Tensor | None = x if fits else None
         self._made = False
 
     @property
     def pending(self) -> bool:
         """Whether ``out`` does not hold p yet; who writes it there says so."""
-        return not self._whole._made
+        return self._whole.pending if self._whole is not None else not self._made
 
     @pending.setter
     def pending(self, value: bool) -> None:
-        self._whole._made = not value
+        if self._whole is not None:
+            self._whole.pending = value
+        self._made = not value
 
     @property
     def out(self) -> Tensor:
         """The memory of p."""
-        whole = self._whole
-        if whole._memory is None:
-            whole._memory = torch.empty(whole.shape, dtype=whole.dtype, device=whole.x.device)
-        return whole._memory if self is whole else whole._memory.view(self.shape)
+        if self._memory is None:
+            whole = self._whole
+            new = torch.empty(self.shape, dtype=self.dtype, device=self.x.device) if whole is None else whole.out
+            self._memory = new.view(self.shape)
+        return self._memory
 
     @property
     def shape(self) -> torch.Size:
@@ -102,7 +106,7 @@ class Sum:
 
     def flatten(self, start: int = 0) -> Sum:
         """The same sum, over the same memory."""
-        return Sum(self.x.flatten(start), self.error.flatten(start), self.ratio, self._whole)
+        return Sum(self.x.flatten(start), self.error.flatten(start), self.ratio, self)
 
     def made(self) -> Tensor:
         if self.pending:

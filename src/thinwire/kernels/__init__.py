@@ -6,6 +6,7 @@ the functions of ``Kernels``, equal to ``reference`` in the tests, and a case in
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -67,6 +68,8 @@ class Kernels(Protocol):
 
 class LowRankKernels(Protocol):
     """Those of the low-rank methods; x, which may be of 16 bits, error and out are matrices."""
+
+    def orthogonalize(self, P: Tensor) -> Tensor: ...
 
     def product(self, x: Tensor, error: Tensor, ratio: float, Q: Tensor) -> Tensor: ...
 
@@ -136,6 +139,10 @@ def top_k(x: Tensor | Sum, k: int) -> tuple[Tensor, Tensor]:
     return _reading(x).top_k(x, k)
 
 
+def orthogonalize(P: Tensor) -> Tensor:
+    return _low_rank_for(P, P[0]).orthogonalize(P)
+
+
 def product(x: Tensor, error: Tensor, ratio: float, Q: Tensor) -> Tensor:
     return _low_rank_for(error, Q).product(x, error, ratio, Q)
 
@@ -153,11 +160,16 @@ def write_product(P: Tensor, Q: Tensor, out: Tensor) -> None:
 
 
 def _low_rank_for(x: Tensor, factor: Tensor) -> LowRankKernels:
-    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and factor.shape[1] <= MOST_COLUMNS:
-        from thinwire.kernels import cpu_lowrank
-
-        return cpu_lowrank
+    if x.is_cpu and x.dtype in (torch.float32, torch.float64) and factor.shape[1] <= MOST_COLUMNS:
+        return _cpu_low_rank()
     return reference
+
+
+@cache
+def _cpu_low_rank() -> LowRankKernels:
+    from thinwire.kernels.cpu import lowrank
+
+    return lowrank
 
 
 def _for(x: Tensor) -> Kernels:

@@ -185,6 +185,19 @@ def _add(base: Tensor, decoded: Tensor, columns: int, stacked: bool, out: Tensor
         base = out
 
 
+def orthogonalize(P: Tensor) -> Tensor:
+    """Orthonormal columns (k, n, r) such that the first few span what the first few of each P span, n >= r.
+
+    Its product with the column of P is not negative. Where that depends on those before it, any direction will do.
+    """
+    found = []
+    for one in P:
+        # a fresh copy each: how memory is aligned changes the rounding, and a matrix has the same bits in any company
+        Q, R = torch.linalg.qr(one.clone())
+        found.append(Q * torch.where(R.diagonal() < 0, -1.0, 1.0).to(Q.dtype))
+    return torch.stack(found)
+
+
 def product(x: Tensor, error: Tensor, ratio: float, Q: Tensor) -> Tensor:
     """M Q (n, r), where M (n, m) = x + ratio * error. Sums may be in any order."""
     return torch.add(x, error, alpha=ratio) @ Q

@@ -55,10 +55,9 @@ class Product:
         return bool(vector_norm(self.P).item() * vector_norm(self.Q).item() <= torch.finfo(self.P.dtype).max)
 
 
-def orthogonalize(P: Tensor) -> Tensor:  # (..., n, r) -> (..., n, r)
-    """Orthonormal columns that span those of P; a zero P gives some orthonormal columns, never NaN."""
-    Q: Tensor = torch.linalg.qr(P).Q
-    return Q
+def orthogonalize(P: Tensor) -> Tensor:  # (k, n, r) -> (k, n, r)
+    """Orthonormal columns that span those of each P; a zero P gives some orthonormal columns, never NaN."""
+    return kernels.orthogonalize(P)
 
 
 def product(M: Tensor | Sum, Q: Tensor) -> Tensor:  # (n, m), (m, r) -> (n, r)

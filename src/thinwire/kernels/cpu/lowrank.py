@@ -50,6 +50,12 @@ def write_product(P: Tensor, Q: Tensor, out: Tensor) -> None:
     _write_product(_flat(_filled(P)), _flat(rows), _flat(out), *_sizes(rows))
 
 
+def orthogonalize(P: Tensor) -> Tensor:
+    columns = P.mT.clone(memory_format=torch.contiguous_format)
+    _orthogonalize(columns.numpy())
+    return columns.mT.contiguous()
+
+
 def _filled(factor: Tensor) -> Tensor:
     missing = -factor.shape[1] % 4
     return pad(factor, (0, missing)) if missing else factor
@@ -66,8 +72,8 @@ def _sizes(rows: Tensor) -> tuple[int, int, bool]:
 
 
 def _flat(x: Tensor) -> Array:
-    array = x.contiguous().view(_READ_AS.get(x.dtype, x.dtype)).numpy()
-    return array.reshape(-1)
+    flat = x.reshape(-1)
+    return (flat.view(_READ_AS[x.dtype]) if x.dtype in _READ_AS else flat).numpy()
 
 
 _READ_AS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
@@ -232,10 +238,26 @@ def _subtract_two_rows(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: An
 @compiled
 def _write_product(P: Array, q: Array, out: Array, m: Any, r: Any, shared: bool) -> None:
     m, r = U(m), U(r)
-    for i in range(U(len(out)) // m):
+    n = U(len(out)) // m
+    even = n - n % U(2) if shared else U(0)
+    for i in range(U(0), even, U(2)):
+        _write_two_rows(out, i * m, P, i * r, r, q, m)
+    for i in range(even, n):
         _write_row(out, i * m, P, i * r, q, m)
+    for i in range(n if r > U(4) else U(0)):
         for k in range(U(4), r, U(4)):
             _add_to_row(out, i * m, P, i * r + k, q, k * m, m, 1)
+
+
+@compiled
+def _write_two_rows(out: Array, at: Any, P: Array, to: Any, r: Any, q: Array, m: Any) -> None:
+    k1, k2, k3, bt, bo = m, U(2) * m, U(3) * m, at + m, to + r
+    a0, a1, a2, a3 = P[to], P[to + U(1)], P[to + U(2)], P[to + U(3)]
+    b0, b1, b2, b3 = P[bo], P[bo + U(1)], P[bo + U(2)], P[bo + U(3)]
+    for j in range(m):
+        q0, q1, q2, q3 = q[j], q[k1 + j], q[k2 + j], q[k3 + j]
+        out[at + j] = a0 * q0 + a1 * q1 + (a2 * q2 + a3 * q3)
+        out[bt + j] = b0 * q0 + b1 * q1 + (b2 * q2 + b3 * q3)
 
 
 @compiled
@@ -252,3 +274,51 @@ def _add_to_row(out: Array, at: Any, P: Array, to: Any, q: Array, k0: Any, m: An
     a0, a1, a2, a3 = alpha * P[to], alpha * P[to + U(1)], alpha * P[to + U(2)], alpha * P[to + U(3)]
     for j in range(m):
         out[at + j] += a0 * q[k0 + j] + a1 * q[k1 + j] + (a2 * q[k2 + j] + a3 * q[k3 + j])
+
+
+@compiled
+def _orthogonalize(stack: Array) -> None:
+    """Gram-Schmidt twice over, by which what is left of a column is orthogonal to those before it, up to rounding."""
+    for b in range(stack.shape[0]):
+        columns = stack[b]
+        for k in range(columns.shape[0]):
+            own = columns[k]
+            most = np.abs(own).max()
+            if most > 0:
+                own /= most
+            once = _project(columns, k)
+            twice = _project(columns, k)
+            unit = 0
+            while once == 0 or twice < 0.5 * once:  # nothing is left but rounding: any other direction will do
+                own[:] = 0
+                own[unit] = 1
+                once = max(_project(columns, k), 1 / np.sqrt(len(own)))  # some axis has that much left
+                twice = _project(columns, k)
+                unit += 1
+            own /= twice
+
+
+@compiled
+def _project(columns: Array, k: int) -> Any:
+    """Column k without its parts along the columns before it, all found at once; its norm."""
+    own = columns[k]
+    parts = np.empty(k, columns.dtype)
+    for i in range(k):
+        parts[i] = _dot(columns[i], own)
+    for i in range(k):
+        _add_scaled(own, -parts[i], columns[i])
+    return np.sqrt(_dot(own, own))
+
+
+@compiled
+def _dot(a: Array, b: Array) -> float:
+    total = 0.0
+    for j in range(len(a)):
+        total += a[j] * b[j]
+    return total
+
+
+@compiled
+def _add_scaled(out: Array, alpha: Any, a: Array) -> None:
+    for j in range(len(out)):
+        out[j] += alpha * a[j]

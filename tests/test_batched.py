@@ -1,0 +1,126 @@
+"""Requests that a lock-step answers itself: no communication, and the same bits in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import thinwire as tw
+from thinwire.core.exchange import exchange
+from thinwire.core.lockstep import Lockstep, drive
+from thinwire.core.method import Context, Method, Reduced
+from thinwire.core.requests import AllReduce, Batched
+from thinwire.core.value import Sum
+from thinwire.methods.lowrank import orthogonalize
+
+torch.set_num_threads(1)
+
+
+def asks(*tensors, function=orthogonalize):
+    """A generator that has each of its tensors computed, one after another."""
+    found = []
+    for tensor in tensors:
+        found.append((yield Batched(function, tensor)))
+    return found
+
+
+def test_alike_tensors_are_computed_in_one_call():
+    shapes = []
+
+    def doubled(x):
+        shapes.append(tuple(x.shape))
+        return x * 2
+
+    inputs = [torch.ones(3, 2), torch.ones(2, 2), torch.ones(3, 2), torch.ones(3, 2, dtype=torch.float64)]
+    lockstep = Lockstep([asks(x, function=doubled) for x in inputs])
+    assert lockstep.advance() == []
+    assert shapes == [(2, 3, 2), (1, 2, 2), (1, 3, 2)]
+    for x, (found,) in zip(inputs, lockstep.results, strict=True):
+        assert torch.equal(found, x * 2)
+        assert found.dtype == x.dtype
+
+
+def test_computing_makes_no_round_and_keeps_the_order_of_the_tensors():
+    def late(x):
+        return (yield AllReduce((yield Batched(orthogonalize, x))))
+
+    def early(x):
+        return (yield AllReduce(x))
+
+    first, second = torch.randn(4, 2), torch.randn(3)
+    lockstep = Lockstep([late(first), early(second)])
+    (sent,) = drive(lockstep, lambda c: c.buffer)
+    assert torch.equal(sent.buffer, torch.cat([orthogonalize(first[None]).flatten(), second]))
+    assert torch.equal(lockstep.results[1], second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 2), (7, 7), (64, 4), (577, 4), (300, 32)])
+def test_a_factor_has_the_same_bits_alone_and_in_a_batch(shape, dtype):
+    g = torch.Generator().manual_seed(0)
+    factors = [torch.randn(*shape, generator=g, dtype=dtype) for _ in range(5)] + [torch.zeros(*shape, dtype=dtype)]
+    together = Lockstep([asks(P) for P in factors])
+    together.advance()
+    for P, (found,) in zip(factors, together.results, strict=True):
+        alone = Lockstep([asks(P)])
+        alone.advance()
+        assert torch.equal(alone.results[0][0], found)
+        assert torch.equal(orthogonalize(P[None])[0], found)
+        eye = torch.eye(shape[1], dtype=dtype)
+        torch.testing.assert_close(found.mT @ found, eye, rtol=0, atol=100 * torch.finfo(dtype).eps)
+
+
+class Twice(Method):
+    def reduce(self, x, state, ctx):
+        doubled = yield Batched(lambda stack: stack * 2, x)
+        mean = yield AllReduce(doubled)
+        return Reduced(mean, doubled), state
+
+
+@pytest.mark.parametrize("present", [0.0, 1.0])
+def test_whether_a_parameter_is_absent_rides_with_the_first_message(present):
+    x = torch.randn(5)
+    lockstep = Lockstep([exchange(Twice(), x.clone(), (), Context(), torch.tensor([present]))])
+    (sent,) = drive(lockstep, lambda c: c.buffer)
+    assert torch.equal(sent.buffer, torch.cat([x * 2, torch.tensor([present])]))
+    assert torch.equal(lockstep.results[0][0], x * 2 * present)
+
+
+@pytest.mark.parametrize("spec", ["acp:rank=2", "powersgd:rank=2"])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("place", [(0, 0), (4, 7), (8, 15)])
+def test_one_bad_number_anywhere_drops_the_step_and_only_it(spec, bad, place):
+    def run(poisoned):
+        sim = tw.Simulation(spec, 2)
+        means = []
+        for step in range(4):
+            g = torch.Generator().manual_seed(step)
+            inputs = [{"w": torch.randn(9, 16, generator=g)} for _ in range(2)]
+            if step == 2:
+                if not poisoned:
+                    sim.step += 1
+                    continue
+                inputs[1]["w"][place] = bad
+            means.append(sim.reduce(inputs)[0]["w"])
+        return sim, means
+
+    (sim, means), (clean, expected) = run(poisoned=True), run(poisoned=False)
+    assert not means.pop(2).isfinite().all()
+    assert all(torch.equal(a, b) for a, b in zip(means, expected, strict=True))
+    for rank in range(2):
+        assert torch.equal(sim.states[rank]["w"].error, clean.states[rank]["w"].error)
+
+
+@pytest.mark.parametrize("x", [torch.randn(3, 4), torch.randn(4, 3).mT, torch.randn(3, 4).bfloat16()])
+def test_a_flattened_sum_is_the_same_sum(x):
+    error = torch.randn(3, 4)
+    expected = x + 0.5 * error
+    for first in (lambda p: p.made(), lambda p: p.flatten().made(), lambda p: p.flatten(1).flatten().made()):
+        whole = Sum(x.clone(), error, 0.5)
+        part = whole.flatten()
+        first(whole)
+        assert not whole.pending
+        assert not part.pending
+        assert torch.equal(whole.made(), expected)
+        assert torch.equal(part.made(), expected.flatten())
+        assert part.out.data_ptr() == whole.out.data_ptr()
