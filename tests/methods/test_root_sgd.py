@@ -407,19 +407,20 @@ def test_on_linear_regression_a_constant_rate_costs_what_theory_says():
 
 
 def test_from_afar_short_epochs_forget_the_noise_of_the_start():
-    """And beat SGD and averaged SGD at equal gradients, each at its best rate, though not from nearby."""
+    """And beat SGD and averaged SGD at equal gradients, whatever their rate, constant or falling as 2 / (mu t)."""
     h, T, runs = [1.0, 0.5, 0.2, 0.05], 1000, 300
     samples = 2 * T - BURN_IN
-    single = Regression(h, runs).root_sgd(30.0, T, lr=0.1)
-    several = Regression(h, runs).root_sgd(30.0, T, lr=0.1, epochs=2, epoch=200)
+    single = Regression(h, runs).root_sgd(30.0, T, lr=0.2)
+    several = Regression(h, runs).root_sgd(30.0, T, lr=0.2, epochs=2, epoch=100)
     single, several = (Regression(h, runs).rescaled(x, samples).mean() for x in (single, several))
-    assert several < 8 < single / 8
-    for start, rates in ((0.05, [0.05, 0.1, 0.2]), (0.0, [0.02, 0.05, 0.1, 0.2, 0.4])):
+    assert several < 6
+    assert single > 20 * several
+    for mu, rates in ((0.05, [0.1, 0.2, 0.4]), (0.0, [0.02, 0.05, 0.1, 0.2, 0.4])):
         for lr in rates:
             problem = Regression(h, runs)
             x, total = problem.start(30.0), 0.0
             for t in range(samples):
-                x = x - lr / (1 + start * lr * t / 2) * problem.gradient(x, problem.sample())
+                x = x - lr / (1 + mu * lr * t / 2) * problem.gradient(x, problem.sample())
                 total = total + x
-            assert problem.rescaled(x, samples).mean() > several
-            assert problem.rescaled(total / samples, samples).mean() > 2 * several
+            assert problem.rescaled(x, samples).mean() > 1.5 * several
+            assert problem.rescaled(total / samples, samples).mean() > 4 * several
