@@ -20,7 +20,15 @@ from thinwire.report.page import picture
 WIDTH, MARGIN = 1000, 16
 
 
-def shoot(browser: str, svg: str, path: Path, dark: bool) -> None:
+def browser(parser: argparse.ArgumentParser) -> str:
+    """One to draw with, or an error of the command line."""
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    if found is None:
+        parser.error("there is no chromium to draw with")
+    return found
+
+
+def shoot(chromium: str, svg: str, path: Path, dark: bool) -> None:
     across, down = map(float, re.search(r'viewBox="0 0 (\S+) (\S+)"', svg).groups())
     height = int((WIDTH - 2 * MARGIN) * down / across) + 2 * MARGIN
     with tempfile.TemporaryDirectory() as folder:
@@ -29,7 +37,7 @@ def shoot(browser: str, svg: str, path: Path, dark: bool) -> None:
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=2"]
         flags += [f"--window-size={WIDTH},{height}", f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
         flags += [f"--user-data-dir={folder}/profile", f"--screenshot={path}"]
-        subprocess.run([browser, *flags, page.as_uri()], check=True, stderr=subprocess.DEVNULL, timeout=60)
+        subprocess.run([chromium, *flags, page.as_uri()], check=True, stderr=subprocess.DEVNULL, timeout=60)
 
 
 def main() -> None:
@@ -37,9 +45,7 @@ def main() -> None:
     parser.add_argument("comparison", type=Path)
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        parser.error("there is no chromium to draw with")
+    chromium = browser(parser)
     runs = json.loads(args.comparison.read_text())["runs"]
     drawn = {
         "steps": charts.step_times(runs),
@@ -51,7 +57,7 @@ def main() -> None:
     for name, svg in drawn.items():
         for dark in (False, True):
             path = args.folder / f"{name}-{'dark' if dark else 'light'}.png"
-            shoot(browser, svg, path, dark)
+            shoot(chromium, svg, path, dark)
             print(path)
 
 
