@@ -146,7 +146,7 @@ def rivals(runs: int = 300, condition: float = 20.0) -> None:
     methods += ["averaged SGD", "averaged, 1/sqrt t", "averaged, 1/t"]
     print(f"| start | gradients | {' | '.join([*methods, 'mean of the later half'])} |\n{'|---' * 10}|")
     grid = [0.025, 0.05, 0.1, 0.2, 0.3]
-    for distance, gradients in itertools.product([1.0, 30.0], [4000, 16000]):
+    for distance, gradients in itertools.product([1.0, 30.0], [2000, 8000]):
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in [*methods, "half"]}
         for lr in grid[:-1]:
             for name, epochs in zip(methods, (0, 2), strict=False):

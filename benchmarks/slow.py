@@ -10,6 +10,7 @@ found in ``--out`` is not repeated, so the command can be stopped and started ag
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from benchmarks import processes
 from thinwire.workloads.training import Settings, train
 
-WORKERS, PERIOD, STEPS = 4, 12, 360
+WORKERS, PERIOD, STEPS = 4, 12, 300
 TUNED_ON, SEEDS = 3, [0, 1, 2]
 WORKLOADS = {"text": "lm:layers=1,width=64,context=32,batch=4", "images": "image:width=4,batch=8"}
 BASES = {"plain": ("momentum=0", [0.5, 1.0, 2.0]), "Nesterov": ("momentum=0.9", [0.1, 0.2, 0.4])}
@@ -27,7 +28,7 @@ METHODS = ["local-sgd", "slowmo"]
 
 
 def compare(rank: int, world: int, data: dict[str, Path], out: Path) -> None:
-    for (workload, path), (base, (options, rates)) in ((w, b) for w in data.items() for b in BASES.items()):
+    for (base, (options, rates)), (workload, path) in itertools.product(BASES.items(), data.items()):
         found = {}
         for method in METHODS:
             spec = f"{method}:period={PERIOD},base=sgd,{options}"
