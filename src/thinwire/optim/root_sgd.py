@@ -33,8 +33,8 @@ class RootSGD(Optimizer):
     """SGD on a recursive average of all gradients so far; two gradients of one batch a step, so it needs a closure.
 
     burn_in: Steps at the start of an epoch that only average the gradient there.
-    epochs: Short ones before the last, which has no end; each forgets where it came from.
-    epoch: Steps of a short one, about 1 / (lr x least curvature).
+    epochs: Short epochs before the last, which has no end; each forgets where it came from.
+    epoch: Steps of a short epoch, about 1 / (lr x least curvature).
     clip: Largest norm of the averaged gradient that a step follows. 0 for none.
     exchange: The method that the gradients' differences are averaged by; on the command line, root-sgd+method.
     """
