@@ -24,7 +24,15 @@ WIDTH, MARGIN = 1000, 16
 Points = Sequence[tuple[float, float]]
 
 
-def shoot(browser: str, svg: str, path: Path, dark: bool) -> None:
+def browser() -> str:
+    """One to draw with; without it the command ends here."""
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    if found is None:
+        raise SystemExit("there is no chromium to draw with")
+    return found
+
+
+def shoot(chromium: str, svg: str, path: Path, dark: bool) -> None:
     across, down = map(float, re.search(r'viewBox="0 0 (\S+) (\S+)"', svg).groups())
     height = int((WIDTH - 2 * MARGIN) * down / across) + 2 * MARGIN
     with tempfile.TemporaryDirectory() as folder:
@@ -33,7 +41,7 @@ def shoot(browser: str, svg: str, path: Path, dark: bool) -> None:
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=2"]
         flags += [f"--window-size={WIDTH},{height}", f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
         flags += [f"--user-data-dir={folder}/profile", f"--screenshot={path}"]
-        subprocess.run([browser, *flags, page.as_uri()], check=True, stderr=subprocess.DEVNULL, timeout=60)
+        subprocess.run([chromium, *flags, page.as_uri()], check=True, stderr=subprocess.DEVNULL, timeout=60)
 
 
 def plot(points: Mapping[str, Points], across: str, up: str, lines: Mapping[str, Points] | None = None) -> str:
@@ -71,14 +79,12 @@ def _short(value: float) -> str:
 
 def shoot_all(drawn: Mapping[str, str], folder: Path) -> None:
     """Each chart, light and dark."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        raise SystemExit("there is no chromium to draw with")
+    chromium = browser()
     folder.mkdir(parents=True, exist_ok=True)
     for name, svg in drawn.items():
         for dark in (False, True):
             path = folder / f"{name}-{'dark' if dark else 'light'}.png"
-            shoot(browser, svg, path, dark)
+            shoot(chromium, svg, path, dark)
             print(path)
 
 

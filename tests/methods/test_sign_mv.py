@@ -68,6 +68,41 @@ def test_the_published_counter_example_does_not_converge():
     assert x.sum() == pytest.approx(2.0, abs=1e-4)
 
 
+def uneven(x, drawn):
+    """Of f = x / 4 on [-1, 1]: the rarer gradient is the larger."""
+    return torch.full_like(x, 4.0 if drawn < 0.25 else -1.0)
+
+
+def square(x, drawn):
+    """Of f = <a, x>^2 + <b, x>^2, one of them at a time: the signs are always opposite, so x + y never changes."""
+    a = torch.tensor([1.5, -0.5] if drawn < 0.5 else [-0.5, 1.5])
+    return 4 * (a @ x) * a
+
+
+def descended(gradient, start, spec, workers):
+    generator, sim, x = torch.Generator().manual_seed(0), tw.Simulation(spec, workers), torch.tensor(start)
+    for step in range(600):
+        drawn = torch.rand(workers, generator=generator).tolist()
+        lr = 0.05 / (1 + step / 10) ** 0.5
+        x = (x - lr * sim.reduce([{"x": gradient(x, one)} for one in drawn], lr=lr)[0]["x"]).clamp(-1, 1)
+    return x
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(
+    ("gradient", "start", "wrong", "right"),
+    [(uneven, [0.0], [1.0], [-1.0]), (square, [0.5, 0.5], [0.5, 0.5], [0.0, 0.0])],
+)
+def test_published_stochastic_examples_fail_by_signs_and_converge_with_error_feedback(
+    gradient, start, wrong, right, workers
+):
+    failed = descended(gradient, start, "sign-mv:momentum=0", workers)
+    assert failed.sum() == pytest.approx(sum(wrong), abs=0.1)
+    for spec in ("dense", "ef-sign:min_dims=0,min_saving=0", "dist-ef"):
+        found = descended(gradient, start, spec, workers)
+        assert (found - torch.tensor(right)).abs().max() < 0.1, spec
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_number_is_seen_though_signs_hide_it(bad):
     sim = tw.Simulation("sign-mv", 3)

@@ -232,6 +232,30 @@ def test_a_period_of_one_without_momentum_is_synchronous_sgd(runs):
         assert_same_parameters(runs["synchronous"][0]["history"][step], parameters_of(model), 1e-14)
 
 
+def _whole_numbers(rank, world):
+    """A linear loss of small whole numbers: every sum and mean is exact, so nothing is rounded."""
+    model = DDP(nn.Linear(3, 2, bias=False).double())
+    nn.init.ones_(model.module.weight)
+    opt = SlowMo(torch.optim.SGD(model.parameters(), lr=0.25), period=1, slow_momentum=0.0)
+    tw.attach(model, opt)
+    expected = model.module.weight.detach().clone()
+    for step in range(6):
+        pairs = [
+            (torch.tensor([[step, r, 3.0]]).double(), torch.tensor([[r - 2.0, step]]).double()) for r in range(world)
+        ]
+        opt.zero_grad()
+        inputs, weights = pairs[rank]
+        (model(inputs) * weights).sum().backward()
+        opt.step()
+        expected -= 0.25 * sum(weights.mT @ inputs for inputs, weights in pairs) / world
+    return model.module.weight.detach(), expected
+
+
+def test_a_period_of_one_without_momentum_is_synchronous_sgd_to_the_bit_where_sums_are_exact():
+    for seen, expected in workers.run(_whole_numbers, 4):
+        assert torch.equal(seen, expected)
+
+
 def test_a_rate_of_zero_moves_nothing_and_leaves_numbers(runs):
     for name in ("warm-up from zero", "warm-up, low rank"):
         history = runs[name][0]["history"]

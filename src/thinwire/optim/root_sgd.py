@@ -3,6 +3,8 @@
     v_t = g(x_{t-1}; z_t) + (1 - 1/t) (v_{t-1} - g(x_{t-2}; z_t));    x_t = x_{t-1} - lr v_t
 
 with both gradients from the same sample z_t. During the burn-in x stays at x_0, and v is the mean gradient there.
+Several epochs: t starts again from 1, where x then is. A single one keeps the noise of its first gradients with a
+weight of 1/t, which from a far start, where gradients are noisy, is the largest part of its error.
 
 The workers average  t g(x_{t-1}) - (t-1) g(x_{t-2}),  one tensor a step:  t v_t = (t-1) v_{t-1} + that mean. In these
 units the steps simply add up, so what error feedback withholds at one step is worth the same at a later one.
@@ -30,7 +32,9 @@ from thinwire.registry import Recipe
 class RootSGD(Optimizer):
     """SGD on a recursive average of all gradients so far; two gradients of one batch a step, so it needs a closure.
 
-    burn_in: Steps at the start that only average the gradient there.
+    burn_in: Steps at the start of an epoch that only average the gradient there.
+    epochs: Short epochs before the last, which has no end; each forgets where it came from.
+    epoch: Steps of a short epoch, about 1 / (lr x least curvature).
     clip: Largest norm of the averaged gradient that a step follows. 0 for none.
     exchange: The method that the gradients' differences are averaged by; on the command line, root-sgd+method.
     """
@@ -43,19 +47,28 @@ class RootSGD(Optimizer):
         params: Any,
         lr: float = 0.1,
         burn_in: int = 10,
+        epochs: int = 0,
+        epoch: int = 100,
         clip: float = 0.0,
         exchange: str | Recipe | Method = "dense",
     ) -> None:
         check_at_least_zero(lr=lr, clip=clip)
         if type(burn_in) is not int or burn_in < 1:
             raise ValueError(f"burn_in must be at least 1, not {burn_in!r}")
+        if type(epochs) is not int or epochs < 0:
+            raise ValueError(f"epochs must be at least 0, not {epochs!r}")
+        if type(epoch) is not int or epoch < (burn_in if epochs else 1):
+            raise ValueError(f"epoch must be at least the burn_in, not {epoch!r}")
         super().__init__(params, {"lr": lr, "step": 0})
         self.method = exchange_of(exchange)
         self._burn_in = burn_in
+        self._epochs = epochs
+        self._epoch = epoch
         self._clip = clip
 
     def __repr__(self) -> str:
-        return f"RootSGD(burn_in={self._burn_in}, clip={self._clip})"
+        epochs = f"epochs={self._epochs}, epoch={self._epoch}"
+        return f"RootSGD(burn_in={self._burn_in}, {epochs}, clip={self._clip})"
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -63,7 +76,8 @@ class RootSGD(Optimizer):
         if closure is None:
             raise ValueError("RootSGD evaluates its loss twice a step: call step(closure)")
         workers = workers_of(self)
-        t = self.param_groups[0]["step"] + 1
+        steps = self.param_groups[0]["step"]
+        t = steps - self._epoch * min(self._epochs, steps // self._epoch) + 1
         old = self._old_gradients(closure, workers) if t > self._burn_in else None
         loss = evaluate(closure)
         new = self._gradients()
@@ -72,7 +86,7 @@ class RootSGD(Optimizer):
             self._average(p, mean, t)
         if t >= self._burn_in:
             self._move()
-        self.param_groups[0]["step"] = t
+        self.param_groups[0]["step"] = steps + 1
         return loss
 
     def _old_gradients(self, closure: Callable[[], Any], workers: Workers) -> dict[Tensor, Tensor]:
