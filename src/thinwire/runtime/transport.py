@@ -110,7 +110,7 @@ class Transport:
         return Pending(works[0] if works and self.device.type == "cuda" else _Together(works), answer)
 
     def measure(self) -> tuple[float, float]:
-        """The latency of an all-reduce in seconds, and the seconds of each byte that a worker sends; alike on all ranks.
+        """The seconds of an all-reduce's latency, and of each byte that a worker sends in it; alike on all ranks.
 
         The line through two sizes: one that is not small already has all the turns that a collective may take. Of
         several tries the quickest, since what else runs on the machines can only add; of all ranks the slowest.
