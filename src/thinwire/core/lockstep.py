@@ -65,12 +65,11 @@ class Lockstep(Generic[R]):
     def add(self, exchanges: Iterable[Exchange[R]]) -> list[Request]:
         """Start some more, before the first round; what they ask for in it."""
         assert self._groups is None
-        known = len(self._waiting)
-        for one in exchanges:
-            self._exchanges.append(one)
-            self._results.append(None)
-            self._turn(len(self._exchanges) - 1, None)
-        return [request for _, requests in self._waiting[known:] for request in requests]
+        known, waiting = len(self._exchanges), len(self._waiting)
+        self._exchanges += exchanges
+        self._results += [None] * (len(self._exchanges) - known)
+        self._turn([(i, None) for i in range(known, len(self._exchanges))])
+        return [request for _, requests in self._waiting[waiting:] for request in requests]
 
     @property
     def results(self) -> list[R]:
@@ -83,18 +82,19 @@ class Lockstep(Generic[R]):
         """Send back the answers to the last round's collectives; return the next round's, empty at the end."""
         if self._groups is not None:
             replies = self._scatter(answers)
-            turns, self._waiting = self._waiting, []
-            for i, _ in turns:
-                self._turn(i, replies[i])
+            turns, self._waiting = [(i, replies[i]) for i, _ in self._waiting], []
+            self._turn(turns)
         return self._fuse()
 
-    def _turn(self, i: int, reply: Any) -> None:
-        try:
-            yielded = self._exchanges[i].send(reply)
-        except StopIteration as stop:
-            self._results[i] = stop.value
-        else:
-            self._waiting.append((i, list(yielded) if isinstance(yielded, tuple) else [yielded]))
+    def _turn(self, turns: Sequence[tuple[int, Any]]) -> None:
+        """Send each generator its reply, and note what it asks for next or has returned."""
+        for i, reply in turns:
+            try:
+                yielded = self._exchanges[i].send(reply)
+            except StopIteration as stop:
+                self._results[i] = stop.value
+            else:
+                self._waiting.append((i, list(yielded) if isinstance(yielded, tuple) else [yielded]))
 
     def _fuse(self) -> list[Collective]:
         groups: dict[tuple[str, torch.dtype], list[tuple[int, int]]] = {}
