@@ -2,8 +2,8 @@
 
     python -m benchmarks.scaling [--only size,hosts,delay] [--pictures docs/pictures]
 
-``size``: one worker and no network, so the time of a step is what engine and method compute; beside copying the
-gradient once, in the same turn. ``hosts``: exchanges without training on 2, 4 and 8 hosts of a lab, beside what the
+``size``: one worker and no network, so the processor time of a step is what engine and method compute; beside copying
+the gradient once, in the same turn. ``hosts``: exchanges without training on 2, 4 and 8 hosts of a lab, beside what the
 collectives' formulas say. ``delay``: training on 4 hosts with 20 ms between them, in as many messages as thinwire
 chooses, against one for each of DDP's usual buckets of 25 MB.
 """
@@ -78,17 +78,21 @@ def cost(_rank: int, _workers: int) -> dict[str, list[tuple[int, float]]]:
             exchange, ratios = Exchange(spec, layers), []
             exchange.step()
             for _ in range(2 if layers > 20 else 8):
-                start = time.perf_counter()
+                start = time.process_time()
                 copied.copy_(gradient)
-                copying = time.perf_counter() - start
-                ratios.append(exchange.step() / copying)
+                middle = time.process_time()
+                exchange.step()
+                ratios.append((time.process_time() - middle) / (middle - start))
             rows[spec].append((gradient.numel(), statistics.median(ratios)))
-        print(f"| {layers} M | " + " | ".join(f"{rows[spec][-1][1]:.1f}" for spec in COSTED) + " |", flush=True)
+        print(
+            f"| {gradient.numel() / 1e6:.0f} M | " + " | ".join(f"{rows[spec][-1][1]:.1f}" for spec in COSTED) + " |",
+            flush=True,
+        )
     return rows
 
 
 def size() -> dict[str, Any]:
-    print("A step of engine and method without a network, in times of copying the gradient once:\n", flush=True)
+    print("Processor time of a step of engine and method, no network, over that of copying the gradient:\n", flush=True)
     return processes.run(cost, 1)
 
 
