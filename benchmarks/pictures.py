@@ -46,7 +46,7 @@ def shoot(chromium: str, svg: str, path: Path, dark: bool) -> None:
 
 def plot(points: Mapping[str, Points], across: str, up: str, lines: Mapping[str, Points] | None = None) -> str:
     """Both scales by orders of magnitude: dots, and lines through them or through ``lines``, each named at its end."""
-    width, height, left, right, top, bottom = 700.0, 360.0, 48.0, 190.0, 26.0, 310.0
+    width, height, left, right, top, bottom = 700.0, 360.0, 48.0, 230.0, 26.0, 310.0
     everything = [point for curves in (points, lines or {}) for curve in curves.values() for point in curve]
     x = Scale.of([px for px, _ in everything], left, width - right, log=True)
     low, high = min(py for _, py in everything), max(py for _, py in everything)
@@ -62,13 +62,18 @@ def plot(points: Mapping[str, Points], across: str, up: str, lines: Mapping[str,
             line(left, y(tick), width - right, y(tick), "grid"),
             text(left - 8, y(tick) + 4, f"{tick:g}", "axis", "end"),
         ]
+    levels: list[float] = []
     for number, (name, curve) in enumerate(points.items()):
         path = "M" + "L".join(f"{x(px):.1f} {y(py):.1f}" for px, py in (lines or points)[name])
         drawn.append(tag("path", d=path, class_=f"curve hue{number}"))
         drawn += [
             tag("circle", cx=x(px), cy=y(py), r=4, class_=f"hue{number}", fill="currentColor") for px, py in curve
         ]
-        drawn.append(text(x(curve[-1][0]) + 10, y(curve[-1][1]) + 4, name, f"label hue{number}"))
+        level = y(curve[-1][1]) + 4
+        while any(abs(level - other) < 14 for other in levels):
+            level += 2
+        levels.append(level)
+        drawn.append(text(x(curve[-1][0]) + 10, level, name, f"label hue{number}"))
     drawn += [text((left + width - right) / 2, height - 12, across, "axis", "middle"), text(4.0, 12.0, up, "axis")]
     return drawing(width, height, f"{up} against {across}", *drawn)
 

@@ -3,7 +3,7 @@
     python -m benchmarks.profile [--hosts 4] [--rate 100mbit] [--steps 5] [METHOD ...]
 
 Every figure is a share of what `local` computes in the same run: `training` is the thread that runs forward, backward
-and optimizer, `engine` thinwire's, `gloo` those of torch's transport, which also run torch's own Power-SGD. `elapsed` is
+and optimizer, `engine` thinwire's, `gloo` those of torch's transport, which also run torch's Power-SGD. `elapsed` is
 the median step's. Hosts that share cores cannot hide one thread's work behind another's: all of it adds to the step.
 """
 

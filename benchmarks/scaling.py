@@ -2,8 +2,8 @@
 
     python -m benchmarks.scaling [--only size,hosts,delay] [--pictures docs/pictures]
 
-``size``: one worker and no network, so the time of a step is what engine and method compute; beside copying the
-gradient once, in the same turn. ``hosts``: exchanges without training on 2, 4 and 8 hosts of a lab, beside what the
+``size``: one worker and no network, so the processor time of a step is what engine and method compute; beside copying
+the gradient once, in the same turn. ``hosts``: exchanges without training on 2, 4 and 8 hosts of a lab, beside what the
 collectives' formulas say. ``delay``: training on 4 hosts with 20 ms between them, in as many messages as thinwire
 chooses, against one for each of DDP's usual buckets of 25 MB.
 """
@@ -67,31 +67,33 @@ class Exchange:
         return time.perf_counter() - start
 
 
-def cost(_rank: int, _workers: int, layers: int) -> dict[str, float]:
-    """Each method's step, in copies of the gradient."""
-    gradient = torch.randn(layers * WIDTH**2)
-    copied = torch.empty_like(gradient)
-    exchanges = {spec: Exchange(spec, layers) for spec in COSTED}
-    turns = 3 if layers > 20 else 8
-    ratios: dict[str, list[float]] = {spec: [] for spec in COSTED}
-    for turn in range(turns + 2):
-        for spec, exchange in exchanges.items():
-            start = time.perf_counter()
-            copied.copy_(gradient)
-            copying = time.perf_counter() - start
-            ratio = exchange.step() / copying
-            if turn >= 2:
-                ratios[spec].append(ratio)
-    return {spec: statistics.median(values) for spec, values in ratios.items()}
+def cost(_rank: int, _workers: int) -> dict[str, list[tuple[int, float]]]:
+    """Each method's step, in copies of the gradient, by the number of parameters."""
+    print("| parameters | " + " | ".join(f"`{spec}`" for spec in COSTED) + " |\n|" + "---|" * (len(COSTED) + 1))
+    rows: dict[str, list[tuple[int, float]]] = {spec: [] for spec in COSTED}
+    for layers in SIZES:
+        gradient = torch.randn(layers * WIDTH**2)
+        copied = torch.empty_like(gradient)
+        for spec in COSTED:
+            exchange, ratios = Exchange(spec, layers), []
+            exchange.step()
+            for _ in range(2 if layers > 20 else 8):
+                start = time.process_time()
+                copied.copy_(gradient)
+                middle = time.process_time()
+                exchange.step()
+                ratios.append((time.process_time() - middle) / (middle - start))
+            rows[spec].append((gradient.numel(), statistics.median(ratios)))
+        print(
+            f"| {gradient.numel() / 1e6:.0f} M | " + " | ".join(f"{rows[spec][-1][1]:.1f}" for spec in COSTED) + " |",
+            flush=True,
+        )
+    return rows
 
 
 def size() -> dict[str, Any]:
-    rows = {layers: processes.run(cost, 1, layers) for layers in SIZES}
-    print("A step of engine and method without a network, in times of copying the gradient once:\n")
-    print("| parameters | " + " | ".join(f"`{spec}`" for spec in COSTED) + " |\n|" + "---|" * (len(COSTED) + 1))
-    for layers, row in rows.items():
-        print(f"| {layers} M | " + " | ".join(f"{row[spec]:.1f}" for spec in COSTED) + " |")
-    return {spec: [(layers * WIDTH**2, row[spec]) for layers, row in rows.items()] for spec in COSTED}
+    print("Processor time of a step of engine and method, no network, over that of copying the gradient:\n", flush=True)
+    return processes.run(cost, 1)
 
 
 def exchanging() -> None:

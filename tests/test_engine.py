@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ import thinwire as tw
 from tests import workers
 from tests.models import Bag, bag_means, batch, flat, gradients, grads, mlp, train_step
 from tests.rows import ROWS
-from thinwire.runtime.messages import best
+from thinwire.core import price
+from thinwire.runtime.messages import best, share
 
 EACH_BUCKET = 1000
 """More messages than there are buckets."""
@@ -433,6 +436,17 @@ def test_the_best_number_of_messages_takes_the_least_time():
     for latency, wire in [(0.12, 0.04), (0.001, 0.04), (0.0003, 0.0005), (0.02, 3.5)]:
         times = {n: n * latency + wire / n for n in range(1, 200)}
         assert times[best(latency, wire)] <= 1.01 * min(times.values())
+
+
+@pytest.mark.parametrize("spec", ["acp:rank=2", "dist-ef-block", "acp:rank=2,after=9"])
+def test_delay_makes_one_message_and_a_slow_wire_several(spec):
+    shapes = {name: (256, 256) for name in "abcdefgh"}
+    whole = price.rounds(tw.method(spec.removesuffix(",after=9")), shapes, 4)
+    far, thin = (SimpleNamespace(world=4, rank=0, measure=lambda f=f: f) for f in ((0.12, 1e-8), (1e-4, 1e-6)))
+    assert share(tw.method(spec), shapes, far) == whole[0]
+    assert share(tw.method(spec), shapes, far, messages=3) == whole[0] / 3
+    number = whole[0] / share(tw.method(spec), shapes, thin)
+    assert number == round(math.sqrt(sum(whole) * 1e-6 / (len(whole) * 1e-4))) > 5
 
 
 @pytest.mark.parametrize("spec", ["dense", "gtopk:ratio=0.1"])

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from thinwire.core.lockstep import Collective, bytes_sent, cut
 
-PROBE = 1 << 18
-"""Bytes of the all-reduce by which the rate is measured."""
-PROBES = 3
-"""Tries; the first one also makes the connections."""
+PROBES = (1 << 16, 1 << 19)
+"""Bytes of the all-reduces by which latency and rate are measured."""
+TRIES = 3
+"""The first one also makes the connections."""
 PATIENCE = 3.0
 """Seconds that the store has to answer a worker that fails."""
 
@@ -110,20 +110,22 @@ class Transport:
         return Pending(works[0] if works and self.device.type == "cuda" else _Together(works), answer)
 
     def measure(self) -> tuple[float, float]:
-        """The seconds of an all-reduce of nothing much, and those of each byte that a worker sends; alike on all ranks.
+        """The seconds of an all-reduce's latency, and of each byte that a worker sends in it; alike on all ranks.
 
-        Of several tries the quickest: what else runs on the machines can only add.
+        The line through two sizes: one that is not small already has all the turns that a collective may take. Of
+        several tries the quickest, since what else runs on the machines can only add; of all ranks the slowest.
         """
-        small, large = (self._seconds(size) for size in (1, PROBE // 4))
-        gathered = self.gather_objects((small, large))
-        latency, seconds = (max(times) for times in zip(*gathered, strict=True))
-        sent = bytes_sent("all_reduce", PROBE, self.world)
-        return latency, max(0.0, seconds - latency) / sent
+        gathered = self.gather_objects([self._seconds(size) for size in (4, *PROBES)])
+        least, small, large = (max(times) for times in zip(*gathered, strict=True))
+        sent = [bytes_sent("all_reduce", size, self.world) for size in PROBES]
+        seconds_per_byte = max(0.0, large - small) / (sent[1] - sent[0])
+        return max(least, small - seconds_per_byte * sent[0]), seconds_per_byte
 
-    def _seconds(self, numbers: int) -> float:
+    def _seconds(self, size: int) -> float:
+        """Of an all-reduce of so many bytes."""
         tries = []
-        for _ in range(PROBES):
-            buffer = torch.zeros(numbers, device=self.device)
+        for _ in range(TRIES):
+            buffer = torch.zeros(size // 4, device=self.device)
             if buffer.is_cuda:
                 torch.cuda.synchronize(self.device)
             start = time.perf_counter()
