@@ -9,6 +9,7 @@ import thinwire as tw
 from thinwire import kernels
 from thinwire.core.method import Context
 from thinwire.kernels import reference
+from thinwire.workloads import load
 
 torch.set_num_threads(1)
 
@@ -108,6 +109,29 @@ def test_at_the_default_size_nine_tenths_of_the_top_k_are_found(ratio, exponent)
     # without a choice by exact values, those that stand out are found: |x_j|^2 > |x|^2 / k
     heavy = x.square() > x.square().sum() / k
     assert (found[1][heavy] != 0).double().mean() >= 0.9
+
+
+def test_on_gradients_of_a_language_model_nine_tenths_of_the_top_k_are_found():
+    """At the default size, at the start and in the course of a training."""
+    workload, workers = load("lm:layers=1,width=64,context=32", None, 0), 4
+    model = workload.model
+    for step in range(13):
+        found = []
+        for rank in range(workers):
+            model.zero_grad()
+            workload.loss(model, step, rank, workers).backward()
+            found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        mean = torch.cat([torch.stack([g[name] for g in found]).mean(0).flatten() for name in found[0]])
+        if step % 4 == 0:
+            outs = tw.Simulation("sketch", workers, seed=step).reduce(found)[0]
+            out = torch.cat([x.flatten() for x in outs.values()])
+            top = kernels.top_k(mean, -(-len(mean) // 1000))
+            assert (out != 0).sum() == len(top)
+            assert (out[top] != 0).double().mean() >= 0.9
+        with torch.no_grad():
+            torch.nn.utils.vector_to_parameters(
+                torch.nn.utils.parameters_to_vector(model.parameters()) - 0.3 * mean, model.parameters()
+            )
 
 
 @both
