@@ -55,9 +55,9 @@ def gradients(workers, step, d):
 @pytest.mark.parametrize("mu", [0.0, 0.9])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_it_is_the_papers(name, mu, workers):
-    d = 60
-    sim = tw.Simulation(f"{name}:ratio=0.05,rows=3,cols=25,momentum={mu}", workers)
-    paper = Paper(d, 3, 8 if name == "sketch" else 1, 3, 25, mu, workers)
+    d = 120
+    sim = tw.Simulation(f"{name}:ratio=0.025,rows=3,cols=25,momentum={mu}", workers)
+    paper = Paper(d, 3, 16 if name == "sketch" else 1, 3, 25, mu, workers)
     for step in range(6):
         inputs = gradients(workers, step, d)
         outs = sim.reduce([{"w": x} for x in inputs])
@@ -146,7 +146,7 @@ def test_what_is_applied_is_the_exact_mean(name):
 @both
 @pytest.mark.parametrize("workers", [2, 8, 64])
 def test_the_sketch_is_as_large_for_any_number_of_workers(name, workers):
-    k, p2 = 100, 8 if name == "sketch" else 1
+    k, p2 = 100, 16 if name == "sketch" else 1
     priced = tw.price(name, {"w": (100_000,)}, workers)
     numbers = [5 * 16 * k, p2 * k]
     assert priced == [("all_reduce", 2 * 4 * n * (workers - 1) // workers) for n in numbers]
