@@ -59,17 +59,14 @@ def recalls(text: Path | None, seeds: list[int]) -> None:
 
 
 def sizes() -> None:
-    d = 1_000_000
-    print("\nBytes of a worker's sketch, and of all that it sends over those of a dense ring, d = 10^6:\n")
-    print("| workers | `sketch`: the sketch | sent, less than dense | `gs`: the sketch | less |\n|---|---|---|---|---|")
+    d, methods = 1_000_000, ["sketch", "gs", "gtopk:ratio=0.001"]
+    print("\nBytes of a worker's sketch, and how much less than a dense ring the busiest worker sends, d = 10^6:\n")
+    print("| workers | the sketch | " + " | ".join(f"`{m}` sends" for m in methods) + " |\n|" + "---|" * 5)
     for workers in (2, 4, 8, 64, 256):
-        cells = []
-        for name in ("sketch", "gs"):
-            priced = [sent for _, sent in tw.price(name, {"w": (d,)}, workers)]
-            dense = sum(sent for _, sent in tw.price("dense", {"w": (d,)}, workers))
-            size = round(priced[0] * workers / (2 * (workers - 1)))
-            cells.append(f"{size} | {dense / sum(priced):.1f}x")
-        print(f"| {workers} | {' | '.join(cells)} |")
+        sent = {m: [n for _, n in tw.price(m, {"w": (d,)}, workers)] for m in ["dense", *methods]}
+        size = round(sent["sketch"][0] * workers / (2 * (workers - 1)))
+        cells = [f"{sum(sent['dense']) / sum(sent[m]):.1f}x less" for m in methods]
+        print(f"| {workers} | {size} | {' | '.join(cells)} |")
 
 
 def losses(images: Path | None, seeds: list[int]) -> None:
