@@ -70,8 +70,8 @@ ROWS = [
     Row("dgc:ratio=0.2,momentum=0.5,clip=50,warmup_steps=3", rounds=2, exempt=MASKED),
     Row("gtopk:ratio=0.3", rounds=4),  # two up the tree and two down
     Row("gtopk:ratio=0.2,after=2", warm_up=2, rounds=4),
-    Row("sketch:ratio=0.1,cols=100", rounds=2),
-    Row("sketch:ratio=0.1,rows=3,momentum=0.5,after=1", warm_up=1, rounds=2, exempt=MASKED),
+    Row("sketch:ratio=0.05,cols=100", rounds=2),
+    Row("sketch:ratio=0.05,rows=3,momentum=0.5,after=1", warm_up=1, rounds=2, exempt=MASKED),
     Row("gs:ratio=0.1,cols=100", rounds=2),
     Row("gs:ratio=0.1,rows=3,momentum=0.5,after=1", warm_up=1, rounds=2, exempt=MASKED),
 ]

@@ -49,7 +49,7 @@ def test_computing_makes_no_round_and_keeps_the_order_of_the_tensors():
 
     first, second = torch.randn(4, 2), torch.randn(3)
     lockstep = Lockstep([late(first), early(second)])
-    (sent,) = drive(lockstep, lambda c: c.buffer)
+    ((sent,),) = drive(lockstep, lambda c: c.buffer)
     assert torch.equal(sent.buffer, torch.cat([orthogonalize(first[None]).flatten(), second]))
     assert torch.equal(lockstep.results[1], second)
 
@@ -81,7 +81,7 @@ class Twice(Method):
 def test_whether_a_parameter_is_absent_rides_with_the_first_message(present):
     x = torch.randn(5)
     lockstep = Lockstep([exchange(Twice(), x.clone(), (), Context(), torch.tensor([present]))])
-    (sent,) = drive(lockstep, lambda c: c.buffer)
+    ((sent,),) = drive(lockstep, lambda c: c.buffer)
     assert torch.equal(sent.buffer, torch.cat([x * 2, torch.tensor([present])]))
     assert torch.equal(lockstep.results[0][0], x * 2 * present)
 

@@ -1,0 +1,125 @@
+"""DQ-SGD: how its bits run, and its loss against QSGD's at equal total bits.
+
+    python -m benchmarks.quantised [--text FILE] [--images DIR] [--only lm-loss,image-bits] [--seeds 5] [--decay]
+
+Four simulated workers in one process (``benchmarks/simulated.py``): no network, but every byte is counted. The rate is
+constant, as in the paper's analysis; ``--decay`` gives it the schedule of ``thinwire train``. A run that is found in
+``--out`` is not repeated, so the command can be stopped and started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import thinwire as tw
+from benchmarks.simulated import train
+
+WORKERS, BITS, STEPS, ALPHA = 4, 3, 200, 0.985
+QSGD = f"qsgd:bits={BITS}"
+LOSSES = ("val_loss", "train_loss")
+
+
+def dq(alpha: float = ALPHA) -> str:
+    return f"dq:budget={BITS},alpha={alpha},total_steps={STEPS}"
+
+
+class Watch:
+    """The bits of each step as every worker has them, and the norm that they follow."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self._spent = [[0.0] * WORKERS]
+
+    def __call__(self, sim: tw.Simulation, gradients: list[dict[str, Tensor]]) -> None:
+        if sim.step and "" in sim.states[0]:  # a method over the whole gradient: not qsgd
+            self.norms.append(2 ** sim.states[0][""].norm)
+            self._spent.append([states[""].spent for states in sim.states])
+
+    def seen(self) -> dict[str, Any]:
+        bits = [after[0] - before[0] for before, after in zip(self._spent, self._spent[1:], strict=False)]
+        return {"bits": bits, "norms": self.norms, "agreed": all(len(set(ranks)) == 1 for ranks in self._spent)}
+
+
+@dataclass(frozen=True)
+class Case:
+    workload: str
+    data: Path | None
+    lr: float
+    decay: bool
+    out: Path
+
+    def run(self, method: str, seed: int) -> dict[str, Any]:
+        words = [self.workload, method, f"{self.lr:g}", "decay" if self.decay else "constant", str(seed)]
+        path = self.out / ("".join(c if c.isalnum() or c in "-_.=" else "-" for c in "_".join(words)) + ".json")
+        if not path.exists():
+            watch = Watch()
+            run = train(method, self.workload, self.data, seed, STEPS, self.lr, decay=self.decay, watch=watch)
+            path.write_text(json.dumps(asdict(run) | watch.seen()))
+        return json.loads(path.read_text())
+
+
+def loss(case: Case, seeds: list[int]) -> None:
+    rate = f"rate {case.lr}{', decaying' if case.decay else ''}"
+    print(f"\n`{case.workload}`, {STEPS} steps, {rate}; `{QSGD}` and `{dq()}`\n")
+    print("| seed | `qsgd` | `dq` | difference | bits, of the budget | bytes, of `qsgd`'s |\n|---|---|---|---|---|---|")
+    pairs = []
+    for seed in seeds:
+        fixed, dynamic = case.run(QSGD, seed), case.run(dq(), seed)
+        pairs.append((fixed, dynamic))
+        losses = [fixed["val_loss"], dynamic["val_loss"]]
+        cells = [seed, *(f"{loss:.4f}" for loss in losses), f"{losses[1] - losses[0]:+.4f}"]
+        cells.append(f"{statistics.fmean(dynamic['bits']) / BITS - 1:+.2%}")
+        cells.append(f"{dynamic['bytes_sent'] / fixed['bytes_sent']:.3f}")
+        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    gaps = [dynamic["val_loss"] - fixed["val_loss"] for fixed, dynamic in pairs]
+    error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
+    means = {what: [statistics.fmean(r[what] for r in runs) for runs in zip(*pairs, strict=True)] for what in LOSSES}
+    before, after = means["val_loss"]
+    print(f"| mean | {before:.4f} | {after:.4f} | {statistics.fmean(gaps):+.4f} ± {error:.4f} | | |")
+    before, after = means["train_loss"]
+    agreed = all(dynamic["agreed"] for _, dynamic in pairs)
+    print(f"\nTraining loss of the last steps: `qsgd` {before:.4f}, `dq` {after:.4f}. ", end="")
+    print(f"All workers chose alike at every step: {'yes' if agreed else 'NO'}.")
+
+
+def bits(case: Case, seeds: list[int]) -> None:
+    print(f"\n`{case.workload}`, rate {case.lr}, seed {seeds[0]}, `{dq()}`; and with alpha=1, by the norm alone\n")
+    print("| of the run | norm | bits | norm, alpha=1 | bits, alpha=1 |\n|---|---|---|---|---|")
+    runs = [case.run(dq(), seeds[0]), case.run(dq(1.0), seeds[0])]
+    for i in range(10):
+        part = slice(len(runs[0]["norms"]) * i // 10, len(runs[0]["norms"]) * (i + 1) // 10)
+        cells = [f"{statistics.fmean(r['norms'][part]):.3g} | {statistics.fmean(r['bits'][part]):.2f}" for r in runs]
+        print(f"| {10 * i}-{10 * i + 10} % | {' | '.join(cells)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, help="a text file, in place of the Python standard library's source")
+    parser.add_argument("--images", type=Path, help="a folder of MNIST files, in place of drawn digits")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--decay", action="store_true", help="the schedule of thinwire train")
+    parser.add_argument("--only", default="lm-loss,lm-bits,image-loss,image-bits", help="which tables")
+    parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    cases = {
+        "lm": Case("lm:layers=1,width=64,context=32", args.text, 0.5, args.decay, args.out),
+        "image": Case("image:width=4,batch=4", args.images, 0.1, args.decay, args.out),
+    }
+    for table in args.only.split(","):
+        name, _, what = table.partition("-")
+        {"loss": loss, "bits": bits}[what](cases[name], list(range(args.first_seed, args.first_seed + args.seeds)))
+
+
+if __name__ == "__main__":
+    main()
