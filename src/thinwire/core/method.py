@@ -159,10 +159,13 @@ class Owner(Protocol):
 class Workers(Protocol):
     """All workers, as an optimizer sees them that decides itself what to average, and when."""
 
-    def average(self, tensors: Mapping[Tensor, Tensor], exact: Sequence[Tensor] = ()) -> dict[Tensor, Tensor]:
+    def average(
+        self, tensors: Mapping[Tensor, Tensor], exact: Sequence[Tensor] = (), method: Method | None = None
+    ) -> dict[Tensor, Tensor]:
         """The means of ``tensors``, one for each parameter, by the optimizer's method; wait for them.
 
-        ``exact`` are averaged too, in place and uncompressed.
+        ``exact`` are averaged too, in place and uncompressed, and so are the model's buffers. With a ``method`` that
+        keeps no state the tensors alone are averaged, by that one.
         """
 
     def skip(self) -> None:
