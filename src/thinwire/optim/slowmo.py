@@ -38,6 +38,11 @@ class SlowMo(Optimizer):
     slow_lr: Share of the slow update that is applied.
     buffers: What becomes of the base's momenta at an average: keep, reset or average, uncompressed.
     exchange: The method that the differences are averaged by; on the command line, slowmo+method.
+
+    Bytes: 8 d (W-1)/W / period, by the default exchange; a base that gossips adds its own
+    Use: networks so slow or so distant that even a small exchange at every step waits too long; with +method both
+        savings multiply.
+    Avoid: few steps, or workers whose data differ much: they drift apart between averages.
     """
 
     workers: Workers | None = None
@@ -155,6 +160,10 @@ class LocalSGD(SlowMo):
     period: Steps from one average to the next.
     buffers: What becomes of the base's momenta at an average: keep, reset or average, uncompressed.
     exchange: The method that the differences are averaged by; on the command line, local-sgd+method.
+
+    Bytes: 8 d (W-1)/W / period, by the default exchange
+    Use: the simplest of the local methods, and their baseline.
+    Avoid: long periods, where ``slowmo`` loses less.
     """
 
     def __init__(

@@ -1,0 +1,133 @@
+"""Every method on one small language model: bytes a step and final loss, for docs/methods.md.
+
+    python -m benchmarks.methods [--only acp,topk] [--out docs/measured.json]
+
+Trains with 4 workers over gloo, all methods in the same processes. A rate is found on seed 0, from a first guess up or
+down by factors of 2 while the validation loss falls; what is written is the run at that rate on seed 1. A row that the
+file has already is not measured again, unless it is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks import processes
+from thinwire.workloads import load
+from thinwire.workloads.contestant import Entry
+
+WORKLOAD, WORKERS, STEPS = "lm:layers=1,width=64,context=32", 4, 200
+LATE = 48
+"""Last steps, past every warm-up and of whole periods, over which bytes are averaged."""
+TRIALS = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    """Of the method or optimizer."""
+    spec: str
+    """What was trained, past its warm-up."""
+    guess: float = 0.4
+    """The first learning rate."""
+
+
+ROWS = [
+    Row("dense", "sgd"),
+    Row("acp", "sgd+acp:rank=4"),
+    Row("dist-ef-block", "sgd:momentum=0+dist-ef-block:momentum=0.9"),
+    Row("topk", "sgd+topk:ratio=0.01"),
+    Row("powersgd", "sgd+powersgd:rank=4"),
+    Row("ef-sign", "sgd+ef-sign"),
+    Row("sign-mv", "sgd:momentum=0+sign-mv", 4e-3),
+    Row("qsgd", "sgd+qsgd:bits=4"),
+    Row("dgc", "sgd:momentum=0+dgc:ratio=0.01,warmup_steps=50"),
+    Row("gtopk", "sgd+gtopk:ratio=0.01"),
+    Row("sketch", "sgd:momentum=0+sketch:ratio=0.002,momentum=0.9"),
+    Row("gs", "sgd:momentum=0+gs:ratio=0.002,momentum=0.9"),
+    Row("randk", "sgd+randk:ratio=0.01"),
+    Row("dq", f"sgd+dq:budget=4,total_steps={STEPS}"),
+    Row("dist-ef", "sgd:momentum=0+dist-ef:momentum=0.9"),
+    Row("bf16", "sgd+bf16"),
+    Row("fp16", "sgd+fp16"),
+    Row("adam", "adam", 8e-3),
+    Row("apm", f"apm:warmup_steps={STEPS // 5},betas=0.9/0.98", 8e-3),
+    Row("dist-ef-sgdm", "dist-ef-sgdm"),
+    Row("slowmo", "slowmo:base=sgd"),
+    Row("local-sgd", "local-sgd:base=sgd"),
+    Row("bmuf", "bmuf:base=sgd"),
+    Row("gossip", "gossip:base=sgd,topology=exponential"),
+    Row("root-sgd", "root-sgd", 0.8),
+]
+
+
+def train(spec: str, lr: float, seed: int) -> dict[str, float]:
+    """One run's figures, the same on every rank; every rank calls this."""
+    workload = load(WORKLOAD, None, seed)
+    trainee = Entry.parse(spec, "sgd").trainee(workload, lr, seed, STEPS)
+    counters = trainee.telemetry.counters
+    for step in range(STEPS):
+        if step == STEPS - LATE:
+            sent, dense = counters.bytes_sent, counters.bytes_dense
+        trainee.step(step, dist.get_rank(), dist.get_world_size())
+    late = {"bytes": (counters.bytes_sent - sent) / LATE, "dense": (counters.bytes_dense - dense) / LATE}
+    whole = {"bytes_whole_run": counters.bytes_sent / STEPS}
+    model = trainee.finish()
+    figures = [workload.evaluate(model) if dist.get_rank() == 0 else {}]
+    dist.broadcast_object_list(figures)
+    return {"lr": lr, "seed": seed, "loss": figures[0]["val_loss"], **late, **whole}
+
+
+def climbed(loss: Callable[[float], float], guess: float) -> float:
+    """The rate of the lowest loss, from ``guess`` by factors of 2."""
+    tried = {rate: loss(rate) for rate in (guess, guess / 2)}
+    while len(tried) < TRIALS:
+        best = min(tried, key=lambda rate: tried[rate])
+        edge = 2 * best if best == max(tried) else best / 2
+        if edge in tried:
+            break
+        tried[edge] = loss(edge)
+    return min(tried, key=lambda rate: tried[rate])
+
+
+def measure(rank: int, _workers: int, rows: list[Row], out: str) -> None:
+    for row in rows:
+        start = time.perf_counter()
+
+        def loss(rate: float, row: Row = row) -> float:
+            found = train(row.spec, rate, seed=0)["loss"]
+            return found if math.isfinite(found) else math.inf
+
+        figures = {"spec": row.spec} | train(row.spec, climbed(loss, row.guess), seed=1)
+        if rank == 0:
+            content = read(Path(out))
+            content["rows"][row.name] = figures
+            Path(out).write_text(json.dumps(content, indent=1) + "\n")
+            print(f"{row.name:14} {time.perf_counter() - start:5.0f} s  {figures}", flush=True)
+
+
+def read(path: Path) -> dict[str, Any]:
+    settings = {"workload": WORKLOAD, "workers": WORKERS, "steps": STEPS, "late": LATE, "trials": TRIALS}
+    return settings | {"rows": json.loads(path.read_text())["rows"] if path.exists() else {}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="names of rows to measure, again if need be")
+    parser.add_argument("--out", type=Path, default=Path("docs/measured.json"))
+    args = parser.parse_args()
+    done = read(args.out)["rows"]
+    named = args.only.split(",") if args.only else [row.name for row in ROWS if row.name not in done]
+    processes.run(measure, WORKERS, [row for row in ROWS if row.name in named], str(args.out))
+
+
+if __name__ == "__main__":
+    main()
