@@ -91,7 +91,7 @@ def page(measured: dict[str, Any]) -> str:
     for title, rows in (("Methods", METHODS), ("Optimizers", OPTIMIZERS)):
         parts.append(f"\n## {title}\n")
         for module, group in itertools.groupby(rows.items(), lambda row: sys.modules[row[1].__module__]):
-            parts += _section(inspect.getdoc(module) or "", dict(group), measured["rows"])
+            parts += _section(module.__doc__ or "", dict(group), measured["rows"])
     return "\n".join(parts)
 
 

@@ -82,7 +82,7 @@ def _axes(x: Scale, y: Scale) -> Iterator[str]:
         yield line(LEFT, y(tick), RIGHT, y(tick), "grid")
         yield text(LEFT - 6, y(tick) + 4, f"{tick:.3g}", "axis", "end")
     yield text((LEFT + RIGHT) / 2, HEIGHT - 14, "bytes that a worker sends in a step, log scale", "axis", "middle")
-    yield text(LEFT - 36, TOP - 10 + 4, "final validation loss", "axis")
+    yield text(LEFT + 6, TOP + 12, "final validation loss", "axis")
 
 
 def _style(number: int) -> str:
