@@ -21,7 +21,7 @@ class Reduced(NamedTuple):
     """The outcome of one reduction."""
 
     mean: Value
-    """What all workers agree on, bit for bit."""
+    """What all workers agree on, bit for bit; under gossip, this worker's part of an agreement."""
     sent: Value
     """What this worker contributed; its mean over the workers is what ``mean`` carries of this step's input."""
 
