@@ -1,6 +1,6 @@
 """S-SGD: synchronous SGD as PyTorch DDP does it, the baseline that every method is measured against.
 
-    out = mean_i g_i
+out = mean_i g_i
 """
 
 from __future__ import annotations
