@@ -121,5 +121,5 @@ def test_the_climb_follows_the_loss():
         return methods.climbed(loss, 0.4), tried
 
     assert climbed(0.4) == (0.4, [0.4, 0.2, 0.8])
-    assert climbed(0.1) == (0.1, [0.4, 0.2, 0.1, 0.05])
-    assert climbed(3.2) == (1.6, [0.4, 0.2, 0.8, 1.6])
+    assert climbed(0.1) == (0.1, [0.4, 0.2, 0.1])
+    assert climbed(3.2) == (0.8, [0.4, 0.2, 0.8])
