@@ -11,7 +11,7 @@ from thinwire.report.svg import drawing, line, tag, text
 from thinwire.report.words import readable
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1000.0, 600.0, 48.0, 976.0, 40.0, 548.0
-RADIUS, LETTER, TALL = 5.0, 7.2, 14.0
+RADIUS, LETTER, TALL = 5.0, 7.8, 14.0
 
 
 class Box(NamedTuple):
@@ -35,17 +35,16 @@ def placed(points: Sequence[tuple[str, float, float, int]], families: Sequence[s
     drawn = list(_axes(x, y))
     start = LEFT
     for number, family in enumerate(families):
-        drawn.append(tag("circle", cx=start + RADIUS, cy=16.0, r=RADIUS, class_=_style(number), fill="currentColor"))
+        drawn.append(_dot(start + RADIUS, 16, number))
         drawn.append(text(start + 16, 20, family))
         start += 34 + 6.4 * len(family)
     places = [(x(size), y(loss)) for _, size, loss, _ in points]
     boxes = labels([name for name, *_ in points], places)
     for (name, _, _, number), (px, py), box in zip(points, places, boxes, strict=True):
         near = (min(max(px, box.x), box.x + box.width), min(max(py, box.y), box.y + box.height))
-        parts = [line(px, py, *near, _style(number), stroke="currentColor", opacity=0.6)]
-        parts.append(tag("circle", cx=px, cy=py, r=RADIUS, class_=_style(number), fill="currentColor"))
-        parts.append(text(box.x + 2, box.y + TALL - 3, name, f"label {_style(number)}"))
-        drawn.append(tag("g", "".join(parts), data_method=name))
+        label = text(box.x + 2, box.y + TALL - 3, name, f"label {_style(number)}")
+        drawn.append(tag("g", label + line(px, py, *near, _style(number), stroke="currentColor"), data_method=name))
+    drawn += [_dot(*place, number) for (*_, number), place in zip(points, places, strict=True)]
     return drawing(WIDTH, HEIGHT, "All methods by bytes a step and final validation loss", *drawn)
 
 
@@ -83,6 +82,10 @@ def _axes(x: Scale, y: Scale) -> Iterator[str]:
         yield text(LEFT - 6, y(tick) + 4, f"{tick:.3g}", "axis", "end")
     yield text((LEFT + RIGHT) / 2, HEIGHT - 14, "bytes that a worker sends in a step, log scale", "axis", "middle")
     yield text(LEFT + 6, TOP + 12, "final validation loss", "axis")
+
+
+def _dot(x: float, y: float, number: int) -> str:
+    return tag("circle", cx=x, cy=y, r=RADIUS, class_=_style(number), fill="currentColor")
 
 
 def _style(number: int) -> str:
