@@ -58,10 +58,11 @@ the learning rate; `out` is what the optimizer gets for a gradient.
 MEASUREMENT = """## Measured
 
 `python -m benchmarks.methods`: a byte-level GPT of {parameters:,} parameters on Python's standard library
-(`{workload}`), {workers} workers over gloo, {steps} steps. Each learning rate is the best of up to
-{trials}, a factor of 2 apart, on seed 0; what is shown is one run at that rate on seed 1. Bytes are a step's, over the
-last {late}. SGD has Nesterov momentum 0.9, or the method's own where it has one. Gradients are clipped to a norm of 1;
-what a method with momentum of its own hands over, to 1 / (1 - 0.9) times that; votes, not at all.
+(`{workload}`), {workers} workers over gloo, {steps} steps. Of two learning rates, a factor of 2 apart,
+the one with the lower loss on seed 0 is taken, or else that of a kindred method; what is shown is one run at that rate
+on seed 1. Bytes are a step's, over the last {late}. SGD has Nesterov momentum 0.9, or the method's own where it has one.
+Gradients are clipped to a norm of 1; what a method with momentum of its own hands over, to 1 / (1 - 0.9) times that;
+votes, not at all.
 
 One short run of a small model places the methods roughly and is no verdict on any: it has no room for long warm-ups,
 its tensors are small, and small differences of loss mean nothing. [results.md](results.md) has longer runs of the main

@@ -2,9 +2,9 @@
 
     python -m benchmarks.methods [--only acp,topk] [--out docs/measured.json]
 
-Trains with 4 workers over gloo, all methods in the same processes. A rate is found on seed 0, from a first guess up or
-down by factors of 2 while the validation loss falls; what is written is the run at that rate on seed 1. A row that the
-file has already is not measured again, unless it is named.
+Trains with 4 workers over gloo, all methods in the same processes. Of two rates the one with the lower validation loss
+on seed 0 is taken, or that of a kindred method; what is written is the run at that rate on seed 1. A row that the file
+has already is not measured again, unless it is named.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from thinwire.workloads.contestant import Entry
 WORKLOAD, WORKERS, STEPS = "lm:layers=1,width=64,context=32", 4, 200
 LATE = 48
 """Last steps, past every warm-up and of whole periods, over which bytes are averaged."""
-TRIALS = 3
 
 
 @dataclass(frozen=True)
@@ -36,10 +34,11 @@ class Row:
     """Of the method or optimizer."""
     spec: str
     """What was trained, past its warm-up."""
-    guess: float = 0.4
-    """The first learning rate."""
+    rates: tuple[float, float] = (0.4, 0.2)
     clip: float = 1.0
     """Largest norm of what the optimizer is given."""
+    like: str = ""
+    """The row whose rate it has."""
 
 
 OWN = 10.0
@@ -49,27 +48,27 @@ ROWS = [
     Row("acp", "sgd+acp:rank=4"),
     Row("dist-ef-block", "sgd:momentum=0+dist-ef-block:momentum=0.9", clip=OWN),
     Row("topk", "sgd+topk:ratio=0.01"),
-    Row("powersgd", "sgd+powersgd:rank=4"),
+    Row("powersgd", "sgd+powersgd:rank=4", like="acp"),
     Row("ef-sign", "sgd+ef-sign"),
-    Row("sign-mv", "sgd:momentum=0+sign-mv", 4e-3, clip=0),
-    Row("qsgd", "sgd+qsgd:bits=4"),
+    Row("sign-mv", "sgd:momentum=0+sign-mv", (4e-3, 2e-3), clip=0),
+    Row("qsgd", "sgd+qsgd:bits=4", like="dense"),
     Row("dgc", "sgd:momentum=0+dgc:ratio=0.01,warmup_steps=50", clip=OWN),
-    Row("gtopk", "sgd+gtopk:ratio=0.01"),
+    Row("gtopk", "sgd+gtopk:ratio=0.01", like="topk"),
     Row("sketch", "sgd:momentum=0+sketch:ratio=0.002,momentum=0.9", clip=OWN),
-    Row("gs", "sgd:momentum=0+gs:ratio=0.002,momentum=0.9", clip=OWN),
+    Row("gs", "sgd:momentum=0+gs:ratio=0.002,momentum=0.9", clip=OWN, like="sketch"),
     Row("randk", "sgd+randk:ratio=0.01"),
-    Row("dq", f"sgd+dq:budget=4,total_steps={STEPS}"),
-    Row("dist-ef", "sgd:momentum=0+dist-ef:momentum=0.9", clip=OWN),
-    Row("bf16", "sgd+bf16"),
-    Row("fp16", "sgd+fp16"),
-    Row("adam", "adam", 8e-3),
-    Row("apm", f"apm:warmup_steps={STEPS // 5},betas=0.9/0.98", 8e-3),
-    Row("dist-ef-sgdm", "dist-ef-sgdm"),
+    Row("dq", f"sgd+dq:budget=4,total_steps={STEPS}", like="dense"),
+    Row("dist-ef", "sgd:momentum=0+dist-ef:momentum=0.9", clip=OWN, like="dist-ef-block"),
+    Row("bf16", "sgd+bf16", like="dense"),
+    Row("fp16", "sgd+fp16", like="dense"),
+    Row("adam", "adam", (8e-3, 4e-3)),
+    Row("apm", f"apm:warmup_steps={STEPS // 5},betas=0.9/0.98", like="adam"),
+    Row("dist-ef-sgdm", "dist-ef-sgdm", like="dist-ef-block"),
     Row("slowmo", "slowmo:base=sgd"),
-    Row("local-sgd", "local-sgd:base=sgd"),
-    Row("bmuf", "bmuf:base=sgd"),
+    Row("local-sgd", "local-sgd:base=sgd", like="slowmo"),
+    Row("bmuf", "bmuf:base=sgd", like="slowmo"),
     Row("gossip", "gossip:base=sgd,topology=exponential"),
-    Row("root-sgd", "root-sgd", 0.8),
+    Row("root-sgd", "root-sgd", (0.8, 0.4)),
 ]
 
 
@@ -90,36 +89,27 @@ def train(row: Row, lr: float, seed: int) -> dict[str, float]:
     return {"lr": lr, "seed": seed, "loss": figures[0]["val_loss"], **late, **whole}
 
 
-def climbed(loss: Callable[[float], float], guess: float) -> float:
-    """The rate of the lowest loss, from ``guess`` by factors of 2."""
-    tried = {rate: loss(rate) for rate in (guess, guess / 2)}
-    while len(tried) < TRIALS:
-        best = min(tried, key=lambda rate: tried[rate])
-        edge = 2 * best if best == max(tried) else best / 2
-        if edge in tried:
-            break
-        tried[edge] = loss(edge)
-    return min(tried, key=lambda rate: tried[rate])
+def rate_of(row: Row, measured: dict[str, Any]) -> float:
+    if row.like:
+        return float(measured[row.like]["lr"])
+    losses = {rate: train(row, rate, seed=0)["loss"] for rate in row.rates}
+    return min(losses, key=lambda rate: losses[rate] if math.isfinite(losses[rate]) else math.inf)
 
 
 def measure(rank: int, _workers: int, rows: list[Row], out: str) -> None:
     for row in rows:
         start = time.perf_counter()
-
-        def loss(rate: float, row: Row = row) -> float:
-            found = train(row, rate, seed=0)["loss"]
-            return found if math.isfinite(found) else math.inf
-
-        figures = {"spec": row.spec} | train(row, climbed(loss, row.guess), seed=1)
+        figures = {"spec": row.spec} | train(row, rate_of(row, read(Path(out))["rows"]), seed=1)
         if rank == 0:
             content = read(Path(out))
             content["rows"][row.name] = figures
             Path(out).write_text(json.dumps(content, indent=1) + "\n")
             print(f"{row.name:14} {time.perf_counter() - start:5.0f} s  {figures}", flush=True)
+        dist.barrier()  # the next row may need the rate of this one
 
 
 def read(path: Path) -> dict[str, Any]:
-    settings = {"workload": WORKLOAD, "workers": WORKERS, "steps": STEPS, "late": LATE, "trials": TRIALS}
+    settings = {"workload": WORKLOAD, "workers": WORKERS, "steps": STEPS, "late": LATE}
     return settings | {"rows": json.loads(path.read_text())["rows"] if path.exists() else {}}
 
 
