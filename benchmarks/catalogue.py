@@ -60,7 +60,7 @@ MEASUREMENT = """## Measured
 `python -m benchmarks.methods`: a byte-level GPT of {parameters:,} parameters on Python's standard library
 (`{workload}`), {workers} workers over gloo, {steps} steps. Of two learning rates, a factor of 2 apart,
 the one with the lower loss on seed 0 is taken, or else that of a kindred method; what is shown is one run at that rate
-on seed 1. Bytes are a step's, over the last {late}. SGD has Nesterov momentum 0.9, or the method's own where it has one.
+on seed 1. Bytes are a step's, over the last {late}. SGD has Nesterov momentum 0.9, or the method's own if any.
 Gradients are clipped to a norm of 1; what a method with momentum of its own hands over, to 1 / (1 - 0.9) times that;
 votes, not at all.
 
