@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.methods import ROWS
 from benchmarks.pictures import shoot
 from benchmarks.placing import placed
 from thinwire import spec as grammar
@@ -59,10 +60,10 @@ MEASUREMENT = """## Measured
 
 `python -m benchmarks.methods`: a byte-level GPT of {parameters:,} parameters on Python's standard library
 (`{workload}`), {workers} workers over gloo, {steps} steps. Of two learning rates, a factor of 2 apart,
-the one with the lower loss on seed 0 is taken, or else that of a kindred method; what is shown is one run at that rate
-on seed 1. Bytes are a step's, over the last {late}. SGD has Nesterov momentum 0.9, or the method's own if any.
-Gradients are clipped to a norm of 1; what a method with momentum of its own hands over, to 1 / (1 - 0.9) times that;
-votes, not at all.
+the one with the lower loss on seed 0 is taken, or else the rate of the method named beside it, which need not be its
+best: such a row may do better than it shows. What is shown is one run on seed 1. Bytes are a step's, over the last
+{late}. SGD has Nesterov momentum 0.9, or the method's own if any. Gradients are clipped to a norm of 1; what a method
+with momentum of its own hands over, to 1 / (1 - 0.9) times that; votes, not at all.
 
 One short run of a small model places the methods roughly and is no verdict on any: it has no room for long warm-ups,
 its tensors are small, and small differences of loss mean nothing. [results.md](results.md) has longer runs of the main
@@ -99,11 +100,14 @@ def page(measured: dict[str, Any]) -> str:
 
 def _table(measured: dict[str, Any]) -> Iterator[str]:
     yield "| | trained with | rate | bytes a step | less than dense | validation loss |\n|---|---|---|---|---|---|"
-    rows = measured["rows"]
+    rows, like = measured["rows"], {row.name: row.like for row in ROWS}
     for name, row in sorted(rows.items(), key=lambda item: item[1]["bytes"], reverse=True):
         label = f"[`{name}`](#{_anchor(name)})" if name in METHODS or name in OPTIMIZERS else f"`{name}`"
-        less = times(row["dense"] / row["bytes"])
-        yield f"| {label} | `{row['spec']}` | {row['lr']:g} | {readable(row['bytes'])} | {less} | {row['loss']:.3f} |"
+        less, rate = (
+            times(row["dense"] / row["bytes"]),
+            f"{row['lr']:g}" + (f", `{like[name]}`'s" if like[name] else ""),
+        )
+        yield f"| {label} | `{row['spec']}` | {rate} | {readable(row['bytes'])} | {less} | {row['loss']:.3f} |"
 
 
 def _anchor(name: str) -> str:
