@@ -56,7 +56,7 @@ ROWS = [
     Row("gtopk", "sgd+gtopk:ratio=0.01", like="topk"),
     Row("sketch", "sgd:momentum=0+sketch:ratio=0.002,momentum=0.9", clip=OWN, like="dist-ef-block"),
     Row("gs", "sgd:momentum=0+gs:ratio=0.002,momentum=0.9", clip=OWN, like="sketch"),
-    Row("randk", "sgd+randk:ratio=0.01", like="topk"),
+    Row("randk", "sgd+randk:ratio=0.1", like="topk"),
     Row("dq", f"sgd+dq:budget=4,total_steps={STEPS}", like="dense"),
     Row("dist-ef", "sgd:momentum=0+dist-ef:momentum=0.9", clip=OWN, like="dist-ef-block"),
     Row("bf16", "sgd+bf16", like="dense"),
@@ -68,7 +68,7 @@ ROWS = [
     Row("local-sgd", "local-sgd:base=sgd", like="dense"),
     Row("bmuf", "bmuf:base=sgd", like="dense"),
     Row("gossip", "gossip:base=sgd,topology=exponential", like="dense"),
-    Row("root-sgd", "root-sgd", like="dense"),
+    Row("root-sgd", "root-sgd", (1.6, 0.8)),
 ]
 
 
