@@ -10,8 +10,10 @@ import argparse
 import json
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +23,9 @@ from thinwire.report.page import picture
 from thinwire.report.svg import drawing, line, tag, text
 
 WIDTH, MARGIN = 1000, 16
+SCALE = 2
+BARS = 200
+"""Room in the window's height that a browser may keep for bars of its own, even where it shows none."""
 Points = Sequence[tuple[float, float]]
 
 
@@ -38,10 +43,36 @@ def shoot(chromium: str, svg: str, path: Path, dark: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "chart.html"
         page.write_text(picture(svg), encoding="utf-8")
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=2"]
-        flags += [f"--window-size={WIDTH},{height}", f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
+        flags = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--force-device-scale-factor={SCALE}",
+        ]
+        flags += [f"--window-size={WIDTH},{height + BARS}", f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
         flags += [f"--user-data-dir={folder}/profile", f"--screenshot={path}"]
         subprocess.run([chromium, *flags, page.as_uri()], check=True, stderr=subprocess.DEVNULL, timeout=60)
+    path.write_bytes(top(path.read_bytes(), SCALE * height))
+
+
+def top(png: bytes, rows: int) -> bytes:
+    """The first rows of a picture: a row of PNG depends on none below it."""
+    chunks, at = [], 8
+    while at < len(png):
+        size, kind = struct.unpack(">I4s", png[at : at + 8])
+        chunks.append((kind, png[at + 8 : at + 8 + size]))
+        at += 12 + size
+    header = chunks[0][1]
+    width, depth, colours = *struct.unpack(">I", header[:4]), *struct.unpack(">BB", header[8:10])
+    assert depth == 8
+    pixels = zlib.decompress(b"".join(data for kind, data in chunks if kind == b"IDAT"))
+    kept = pixels[: rows * (1 + width * {2: 3, 6: 4}[colours])]
+    parts = {b"IHDR": header[:4] + struct.pack(">I", rows) + header[8:], b"IDAT": zlib.compress(kept, 9), b"IEND": b""}
+    return png[:8] + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts.items()
+    )
 
 
 def plot(points: Mapping[str, Points], across: str, up: str, lines: Mapping[str, Points] | None = None) -> str:

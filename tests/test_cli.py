@@ -61,6 +61,10 @@ def test_help_ends_with_examples(command):
         (["slowmo:base=sgd,betas=0.9/0.9"], ["betas", "momentum", "slow_momentum"]),
         (["slowmo+dist-ef-block:momentum=0.9"], ["momentum", "of its own"]),
         (["root-sgd:burn_in=0"], ["burn_in", "at least 1"]),
+        (["gossip:topology=star"], ["topology", "ring", "exponential"]),
+        (["gossip:base=gossip"], ["base", "gossip", "adam, sgd"]),
+        (["gossip+acp"], ["neighbours", "+acp"]),
+        (["slowmo:base=gossip,topolgy=ring"], ["topolgy", "topology", "slow_momentum", "betas"]),
         (["acp", "--workers", "0"], ["workers", "at least 1"]),
         (["acp", "--steps", "0"], ["steps"]),
         (["acp", "--lr", "-1"], ["lr"]),
@@ -123,6 +127,8 @@ def test_every_form_of_method_trains(tmp_path, text, method):
         ("local-sgd:period=2,buffers=average+bf16", 3),
         ("bmuf:period=4,block_momentum=0.3,nesterov=true", 4),
         ("root-sgd:burn_in=2+acp:rank=2", 5),
+        ("gossip:base=sgd,momentum=0.5", 1),
+        ("slowmo:base=gossip,topology=exponential,period=4,betas=0.8/0.9", 1),
     ],
 )
 def test_local_steps_and_compression_multiply(tmp_path, text, method, saving):
@@ -150,6 +156,7 @@ def test_a_warm_up_that_outlasts_the_run_is_mentioned(text):
         "apm:warmup_steps=6+acp:rank=2",
         "slowmo:period=7+acp:rank=2",
         "root-sgd:burn_in=3+acp:rank=2",
+        "slowmo:base=gossip,period=7+acp:rank=2",
     ],
 )
 def test_killed_and_resumed_is_as_if_never_killed(tmp_path, text, method):
@@ -187,6 +194,11 @@ def test_resuming_what_does_not_fit(tmp_path, text):
     more = thinwire("train", "acp:rank=2", *common[:2], "--workers", 3, *common[4:], "--resume", saved)
     assert more.returncode == 0, more.stderr
     assert "state of 2 workers loaded by 3" in more.stderr
+
+    apart = tmp_path / "apart"
+    assert thinwire("train", "gossip", *common[:2], "--workers", 4, *common[4:], "--save", apart).returncode == 0
+    fewer = thinwire("train", "gossip", *common[:-1], 8, "--resume", apart)
+    assert fewer.returncode == 0, fewer.stderr
 
     file = saved / (saved / "latest").read_text().split()[0] / "rank-0.pt"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])

@@ -178,14 +178,15 @@ def test_baselines_show_their_communication(runs):
 def test_a_method_that_communicates_now_and_then_is_timed_by_whole_periods(tmp_path, text):
     out = tmp_path / "out.json"
     options = ["--data", text, "--steps", 8, "--repeats", 1, "--json", out]
-    thinwire("ddp", "local-sgd:period=4", "root-sgd:burn_in=2", *TINY, *options)
-    ddp, local, root = json.loads(out.read_text())["runs"]
+    thinwire("ddp", "local-sgd:period=4", "root-sgd:burn_in=2", "gossip", *TINY, *options)
+    ddp, local, root, gossip = json.loads(out.read_text())["runs"]
     assert local["payload_bytes_per_step"] == pytest.approx(ddp["payload_bytes_per_step"] / 4, rel=1e-3)
     assert local["warmup_steps"] == 0
     assert local["step_ms"] == pytest.approx(1e3 * local["seconds"][-1] / 8, rel=1e-6), (
         "of two periods the median is the mean"
     )
     assert root["payload_bytes_per_step"] == pytest.approx(ddp["payload_bytes_per_step"], rel=1e-3)
+    assert gossip["payload_bytes_per_step"] == pytest.approx(ddp["payload_bytes_per_step"], rel=1e-3)
     names = [span["name"] for span in root["timeline"] if span["lane"] == "compute"]
     assert names.count("forward") == names.count("backward") == 2
 

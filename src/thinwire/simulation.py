@@ -20,7 +20,8 @@ Tensors = Mapping[str, Tensor]
 class Simulation:
     """Runs a method for ``workers`` workers in lock-step.
 
-    ``reduce`` takes one dict of tensors for each worker and gives one back for each, all equal.
+    ``reduce`` takes one dict of tensors for each worker and gives one back for each: all equal,
+    unless the method, as gossip's, answers each worker differently.
     """
 
     def __init__(self, method: str | Recipe | Method, workers: int, seed: int = 0) -> None:

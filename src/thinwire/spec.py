@@ -79,8 +79,14 @@ def _parse(name: str, key: str, text: str, hint: Any) -> Any:
                 return kind(text)
             except ValueError:
                 continue
-    wanted = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+    wanted = " or ".join(_named(kind) for kind in kinds)
     raise ValueError(f"{name}: option {key}={text!r} is not a valid {wanted}")
+
+
+def _named(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return f"choice of {', '.join(typing.get_args(kind))}"
+    return getattr(kind, "__name__", str(kind))
 
 
 def number(name: str, key: str, text: str) -> int:

@@ -16,7 +16,7 @@ from thinwire import spec as grammar
 from thinwire.core.combine import Rule
 from thinwire.optim import OPTIMIZERS
 from thinwire.registry import METHODS
-from thinwire.workloads.optimizers import BASES, WRAPPERS
+from thinwire.workloads.optimizers import BASES, WRAPPERS, bases_of
 
 
 @click.command()
@@ -47,7 +47,7 @@ def _table(title: str, rows: dict[str, Any]) -> Table:
         docs = field_docs(cls)
         defaults = grammar.options_of(cls)
         if name in WRAPPERS:
-            defaults = {"base": "sgd|adam"} | defaults
+            defaults = {"base": "|".join(bases_of(name))} | defaults
         options = [f"[bold]{key}[/]={default!s} {docs.get(key, '')}".rstrip() for key, default in defaults.items()]
         table.add_row(f"[bold]{name}[/]", inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0], "\n".join(options))
     return table

@@ -21,7 +21,7 @@ class Reduced(NamedTuple):
     """The outcome of one reduction."""
 
     mean: Value
-    """What all workers agree on, bit for bit."""
+    """What all workers agree on, bit for bit; under gossip, this worker's part of an agreement."""
     sent: Value
     """What this worker contributed; its mean over the workers is what ``mean`` carries of this step's input."""
 
@@ -172,10 +172,13 @@ class Owner(Protocol):
 class Workers(Protocol):
     """All workers, as an optimizer sees them that decides itself what to average, and when."""
 
-    def average(self, tensors: Mapping[Tensor, Tensor], exact: Sequence[Tensor] = ()) -> dict[Tensor, Tensor]:
+    def average(
+        self, tensors: Mapping[Tensor, Tensor], exact: Sequence[Tensor] = (), method: Method | None = None
+    ) -> dict[Tensor, Tensor]:
         """The means of ``tensors``, one for each parameter, by the optimizer's method; wait for them.
 
-        ``exact`` are averaged too, in place and uncompressed.
+        ``exact`` are averaged too, in place and uncompressed, and so are the model's buffers. With a ``method`` that
+        keeps no state the tensors alone are averaged, by that one.
         """
 
     def skip(self) -> None:

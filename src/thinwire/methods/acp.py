@@ -32,7 +32,12 @@ class ACPState(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ACP(LowRank):
-    """Alternating low rank: one all-reduce a step, of P on even turns and of Q on odd ones."""
+    """Alternating low rank: one all-reduce a step, of P on even turns and of Q on odd ones.
+
+    Bytes: 8 rank sqrt(d) (W-1)/W, for a square matrix; 4 rank (n + m) (W-1)/W for one of n x m
+    Use: SGD with momentum on models of large matrices: one small all-reduce a step, which overlaps with backward.
+    Avoid: Adam, under which it lags: see ``apm+acp``. Vectors, which go dense, and narrow matrices.
+    """
 
     def init(self, x: Tensor, ctx: Context) -> ACPState:
         n, m = x.flatten(1).shape

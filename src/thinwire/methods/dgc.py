@@ -31,7 +31,12 @@ FIRST_RATIO = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DGC(TopK):
-    """Top-k with momentum correction, local clipping and a density that falls over a warm-up."""
+    """Top-k with momentum correction, local clipping and a density that falls over a warm-up.
+
+    Bytes: 8 ratio d (W-1), past the warm-up
+    Use: top-k with momentum SGD, for long runs at 0.1 %.
+    Avoid: short runs, of which the warm-up is a large part; many workers, since the bytes grow with W.
+    """
 
     ratio: float = 0.001
     """Share of the coordinates that is sent, past the warm-up."""

@@ -57,7 +57,13 @@ class ScaledSign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistEF:
-    """Two-way 1-bit with error feedback; the whole gradient is one block, cut into one chunk a worker."""
+    """Two-way 1-bit with error feedback; the whole gradient is one block, cut into one chunk a worker.
+
+    Bytes: 2 (W-1)/W (d/8 + 4 W)
+    Use: to compare with the paper's plain algorithm.
+    Avoid: models whose layers differ in scale, which is most: one scale for a chunk of everything. ``dist-ef-block``
+        costs no more.
+    """
 
     momentum: float = 0.0
     """Nesterov momentum on each worker; the optimizer's own is then 0."""
@@ -79,7 +85,13 @@ class DistEF:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistEFBlock(DistEF):
-    """Two-way 1-bit with error feedback; a scale for each block of a tensor."""
+    """Two-way 1-bit with error feedback; a scale for each block of a tensor.
+
+    Bytes: 2 (W-1)/W d (1/8 + 4/block)
+    Use: SGD, at any number of workers: 30x less, whatever the shapes. With momentum, ``dist-ef-sgdm`` sets all of it
+        up.
+    Avoid: Adam, which divides by a variance that signs distort: see ``apm``. Runs of a few hundred steps: it trails.
+    """
 
     block: int = 2048
     """Most elements that share a scale, a multiple of 8; 0 makes a tensor's chunk one block."""

@@ -1,20 +1,16 @@
 """DQ-SGD. Yan, Huang, Lan, Song 2021, arXiv 2107.14575: QSGD with bits that are chosen at each step.
 
-The squared error of step n of N has shrunk by alpha^(N-n) at the end, so bits are spent best if all add alike to that:
+Of step n's squared error alpha^(N-n) is left after N steps: bits are spent best if all steps then add alike to it.
 
     s_n = k alpha^((N-n)/2) |g_n| levels a side;   B_n = 1 + log2(s_n + 1) bits, in [2, 8]
 
-Bits rise towards the end, and fall as the gradient's norm falls. k is set by either of two:
+Bits rise towards the end and fall with |g|^2 = mean_i sum over blocks of n |v|_max^2 (see ``qsgd``). k is set by one of
     target   the variance of the mean, E |out - g|^2 <= alpha^(n-N) target: k = 1 / sqrt(4 W target), bits rounded up
-    budget   bits a number, on average over the run: at every step k is such that what is left of the budget would just
-             be spent if the norm stayed at its running mean
+    budget   bits a number, on average over the run: k would just spend what is left if the norm stayed at its mean
 
-|g|^2 = mean_i sum over blocks of n |v|_max^2 is what rounding depends on (see ``qsgd``). All workers read it from the
-scales that they gathered in the last step, so the bits are agreed on without a further exchange.
-
-Departure: the norm is the last step's. After the last of ``total_steps`` a budget's bits are its mean. The paper's
-2^B - 1 levels are ours with the sign counted. Metered bytes are those of the chosen bits; the price list, which has no
-data, takes the norm to be constant: past the end it is the mean of a budget, and the most that a target may need.
+Departure: the norm is the last step's, which all workers read from the scales that they gathered then: bits are agreed
+on without a further exchange. After ``total_steps`` a budget's bits are its mean. The paper's 2^B - 1 levels are ours
+with the sign counted. The price list, which has no data, takes the norm to be constant.
 """
 
 from __future__ import annotations
@@ -44,7 +40,12 @@ class DQState(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DQ(Method):
-    """QSGD with bits that rise towards the end of the run and fall with the gradient's norm; the whole gradient."""
+    """QSGD with bits that rise towards the end of the run and fall with the gradient's norm; the whole gradient.
+
+    Bytes: (W-1) d (budget/8 + 4/block), on average over the run
+    Use: in place of ``qsgd`` where the length of the run is known: the same bits, spent late.
+    Avoid: many workers, as ``qsgd``; runs of unknown length.
+    """
 
     widens: ClassVar[bool] = True
     budget: float = 4.0

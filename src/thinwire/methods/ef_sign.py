@@ -22,7 +22,12 @@ from thinwire.methods.dist_ef import ScaledSign
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EFSign:
-    """One-way 1-bit with error feedback; a scale for each tensor."""
+    """One-way 1-bit with error feedback; a scale for each tensor.
+
+    Bytes: (W-1) (d/8 + 4)
+    Use: few workers, where one round matters more than bytes.
+    Avoid: more than about 8 workers: the bytes grow with W, and from 32 on all goes dense.
+    """
 
     max_ratio: float = 10.0
     """Bound on eta_{t-1}/eta_t, by which the errors follow the learning rate."""

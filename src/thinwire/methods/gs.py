@@ -22,6 +22,11 @@ from thinwire.methods.sketch import Sketch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GS(Sketch):
-    """The largest estimates in one global sketch, with error feedback: two all-reduces, the second of k numbers."""
+    """The largest estimates in one global sketch, with error feedback: two all-reduces, the second of k numbers.
+
+    Bytes: 8 (W-1)/W ratio d (16 rows + 1), by default; 8 (W-1)/W (rows cols + ratio d)
+    Use: as ``sketch``, where its second round weighs.
+    Avoid: as ``sketch``; and where estimates are poor, since nothing exact checks them.
+    """
 
     p2: ClassVar[int] = 1

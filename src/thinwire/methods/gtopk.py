@@ -42,7 +42,12 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GTopK(TopK):
-    """The largest coordinates over all workers, merged along a tree, with error feedback: O(k log W) bytes."""
+    """The largest coordinates over all workers, merged along a tree, with error feedback: O(k log W) bytes.
+
+    Bytes: (8 + 1/8) ratio d ceil(log2(W)), by the root, which sends the most
+    Use: top-k with many workers: the bytes grow with log W.
+    Avoid: networks with delay: 2 log2 W rounds, none of which starts before backward ends.
+    """
 
     def method(self) -> Method:
         return whole(error_feedback(self))

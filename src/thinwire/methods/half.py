@@ -17,7 +17,12 @@ from thinwire.core.method import Method
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FP16:
-    """All-reduce in fp16."""
+    """All-reduce in fp16.
+
+    Bytes: 4 d (W-1)/W
+    Use: as a first step, where gradients stay far below 65504: half the bytes for two casts.
+    Avoid: gradients that overflow; ``bf16`` has the range of fp32.
+    """
 
     def method(self) -> Method:
         return Cast(torch.float16)
@@ -25,7 +30,12 @@ class FP16:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BF16:
-    """All-reduce in bf16."""
+    """All-reduce in bf16.
+
+    Bytes: 4 d (W-1)/W
+    Use: as a first step with any optimizer: half the bytes, and no setting to choose.
+    Avoid: thin links, where half is not enough.
+    """
 
     def method(self) -> Method:
         return Cast(torch.bfloat16)

@@ -28,7 +28,12 @@ class PowerSGDState(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerSGD(LowRank):
-    """Low rank by one power iteration a step: two all-reduces, P then Q."""
+    """Low rank by one power iteration a step: two all-reduces, P then Q.
+
+    Bytes: 16 rank sqrt(d) (W-1)/W, for a square matrix; 8 rank (n + m) (W-1)/W for one of n x m
+    Use: matrices, where ``acp`` lags: both factors are fresh at each step.
+    Avoid: networks with delay: its two rounds wait for each other. Vectors, which go dense, and narrow matrices.
+    """
 
     def init(self, x: Tensor, ctx: Context) -> PowerSGDState:
         n, m = x.flatten(1).shape

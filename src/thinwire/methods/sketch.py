@@ -33,7 +33,14 @@ from thinwire.methods.topk import share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sketch(Method):
-    """The largest coordinates of the mean, found in a sketch of it, with error feedback: two all-reduces."""
+    """The largest coordinates of the mean, found in a sketch of it, with error feedback: two all-reduces.
+
+    Bytes: 8 (W-1)/W ratio d (16 rows + 8), by default; 8 (W-1)/W (rows cols + 8 ratio d)
+    Use: many workers and gradients with a heavy tail: the bytes do not depend on W, and the top k are those of the
+        mean.
+    Avoid: gradients without a tail, where the noise hides them; slow processors, since every number is hashed ``rows``
+        times.
+    """
 
     ratio: float = 0.001
     """Share of the coordinates that is applied."""

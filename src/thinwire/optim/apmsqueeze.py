@@ -46,6 +46,10 @@ class APMSqueeze(Optimizer):
     v_floor: Least share of its tensor's mean that v has after the freeze.
     bias_correction: Correct m and v for their start from zero.
     weight_decay: Decoupled, as in AdamW.
+
+    Bytes: 2 (W-1)/W d (1/8 + 4/2048), past the warm-up
+    Use: Adam: 30x less near its loss and at its learning rate, once the variance has settled.
+    Avoid: runs too short for a dense warm-up of 15 to 25 %; with a GradScaler.
     """
 
     attached = False

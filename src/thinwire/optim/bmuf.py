@@ -31,6 +31,10 @@ class BMUF(SlowMo):
     nesterov: Start each block from where the momentum leads.
     buffers: What becomes of the base's momenta at an average: keep, reset or average, uncompressed.
     exchange: The method that the blocks' updates are averaged by; on the command line, bmuf+method.
+
+    Bytes: 8 d (W-1)/W / period, by the default exchange
+    Use: as ``slowmo``, where the momentum is to be in units of the parameters whatever the rate does.
+    Avoid: schedules that change the rate much: the momentum keeps the size of its old steps.
     """
 
     def __init__(

@@ -32,6 +32,10 @@ class DistEFBlockSGDM(Optimizer):
     weight_decay: Uncompressed, with a momentum of its own.
     clip: Largest norm of a worker's gradient, before its momentum: 1 / sqrt(n) of it for each of n tensors. 0 for none.
     exchange: The method that the momentum is exchanged by; on the command line, dist-ef-sgdm+method.
+
+    Bytes: 2 (W-1)/W d (1/8 + 4/2048)
+    Use: SGD with momentum on thin links, for long runs: 30x less at SGD's own rate.
+    Avoid: runs of a few hundred steps, in which it trails; fast links, where ``acp`` costs less computing.
     """
 
     attached = False

@@ -37,6 +37,10 @@ class RootSGD(Optimizer):
     epoch: Steps of a short epoch, about 1 / (lr x least curvature).
     clip: Largest norm of the averaged gradient that a step follows. 0 for none.
     exchange: The method that the gradients' differences are averaged by; on the command line, root-sgd+method.
+
+    Bytes: 8 d (W-1)/W, by the default exchange
+    Use: convex or nearly convex problems with much noise, where the last iterate is to be as good as any average.
+    Avoid: where computing is what training waits for: two gradients a step.
     """
 
     workers: Workers | None = None

@@ -1,13 +1,14 @@
 """SlowMo. Wang, Tantia, Ballas, Rabbat 2019, arXiv 1910.00643. Local SGD: Stich 2018, arXiv 1805.09767.
 
-    each worker takes tau steps of its base optimizer, from x_0 to x_i, with no communication; then
+    each worker takes tau steps of its base optimizer, from x_0 to x_i, with no communication or by gossip; then
     u = beta u + (x_0 - mean_i x_i) / gamma;    x_0 -= alpha gamma u;    all go on from x_0
 
 gamma is the base's learning rate. beta = 0 and alpha = 1 is local SGD: x_0 = mean_i x_i.
 
 Departure: what is averaged is x_0 - x_i, so that any method with error feedback can do it. gamma is the mean of the
 period's rates, which a schedule may change. A period at a rate of 0 leaves u as it was. The base's momenta start each
-period afresh by default: kept, they and the slow momentum push the same way twice.
+period afresh by default: kept, they and the slow momentum push the same way twice. Where the base is ``Gossip``, the
+last step of a period is not mixed: the average that follows has the same mean without it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from thinwire.core.method import Method, Workers
 from thinwire.core.value import finite
 from thinwire.optim.common import check_at_least_zero, exchange_of, workers_of
+from thinwire.optim.gossip import Gossip
 from thinwire.registry import Recipe
 
 Buffers = Literal["keep", "reset", "average"]
@@ -36,6 +38,11 @@ class SlowMo(Optimizer):
     slow_lr: Share of the slow update that is applied.
     buffers: What becomes of the base's momenta at an average: keep, reset or average, uncompressed.
     exchange: The method that the differences are averaged by; on the command line, slowmo+method.
+
+    Bytes: 8 d (W-1)/W / period, by the default exchange; a base that gossips adds its own
+    Use: networks so slow or so distant that even a small exchange at every step waits too long; with +method both
+        savings multiply.
+    Avoid: few steps, or workers whose data differ much: they drift apart between averages.
     """
 
     workers: Workers | None = None
@@ -68,7 +75,8 @@ class SlowMo(Optimizer):
 
     def __repr__(self) -> str:
         options = f"period={self.period}, slow_momentum={self._slow_momentum}, slow_lr={self._slow_lr}"
-        return f"{type(self).__name__}({type(self.base).__name__}, {options}, buffers={self._buffers!r})"
+        base = repr(self.base) if isinstance(self.base, Gossip) else type(self.base).__name__
+        return f"{type(self).__name__}({base}, {options}, buffers={self._buffers!r})"
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -76,14 +84,17 @@ class SlowMo(Optimizer):
         for p in self._parameters():
             if "anchor" not in self.state[p]:
                 self.state[p]["anchor"] = p.clone()
-        loss = self.base.step(closure)
+        gossip = self.base if isinstance(self.base, Gossip) else None
+        loss = (gossip.base if gossip else self.base).step(closure)
         for group in self.param_groups:
             group["local_steps"] = group.get("local_steps", 0) + 1
             group["rates"] = group.get("rates", 0.0) + float(group["lr"])
-        if self.param_groups[0]["local_steps"] < self.period:
-            workers.skip()
-        else:
+        if self.param_groups[0]["local_steps"] >= self.period:
             self.meet()
+        elif gossip:
+            gossip.mix(workers)
+        else:
+            workers.skip()
         return loss
 
     @torch.no_grad()
@@ -149,6 +160,10 @@ class LocalSGD(SlowMo):
     period: Steps from one average to the next.
     buffers: What becomes of the base's momenta at an average: keep, reset or average, uncompressed.
     exchange: The method that the differences are averaged by; on the command line, local-sgd+method.
+
+    Bytes: 8 d (W-1)/W / period, by the default exchange
+    Use: the simplest of the local methods, and their baseline.
+    Avoid: long periods, where ``slowmo`` loses less.
     """
 
     def __init__(

@@ -138,12 +138,15 @@ class Synchronizer:
         """Start to average a bucket in place; the future holds its buffer. All ranks submit in the same order."""
         return self._submit(bucket).then(_unwrap)
 
-    def average(self, tensors: Mapping[Tensor, Tensor], exact: Sequence[Tensor] = ()) -> dict[Tensor, Tensor]:
+    def average(
+        self, tensors: Mapping[Tensor, Tensor], exact: Sequence[Tensor] = (), method: Method | None = None
+    ) -> dict[Tensor, Tensor]:
         """The means of an optimizer's ``tensors``, by parameter; see ``Workers``. All ranks ask for the same."""
-        plain = [*exact, *(b for b in self.buffers() if self._averages_buffers and b.is_floating_point())]
+        with_buffers = self._averages_buffers and method is None
+        plain = [*exact, *(b for b in self.buffers() if with_buffers and b.is_floating_point())]
         futures = [self._submit_exact(plain, last=not tensors)] if plain else []
         buckets = _buckets([Part(self.ledger.names[parameter], parameter, x) for parameter, x in tensors.items()])
-        futures += [self._submit(bucket) for bucket in buckets]
+        futures += [self._submit(bucket, method) for bucket in buckets]
         for future in futures:
             future.wait()
             _unwrap(future)
@@ -159,13 +162,15 @@ class Synchronizer:
         """Of the model."""
         return list(self._module.buffers()) if self._module is not None else []
 
-    def _submit(self, bucket: Bucket) -> Future[Any]:
+    def _submit(self, bucket: Bucket, method: Method | None = None) -> Future[Any]:
+        """``method``, which keeps no state, in place of the synchronizer's own."""
         assert self._engine is not None
         future: Future[Any] = Future(devices=[bucket.buffer.device] if bucket.buffer.is_cuda else None)
+        whole = self.method.whole and method is None
         self._held.append((bucket, future))
-        if bucket.last or not self.method.whole:
+        if bucket.last or not whole:
             held, self._held = self._held, []
-            self._engine.submit(self._whole_job(held) if self.method.whole else self._job(*held[0]))
+            self._engine.submit(self._whole_job(held) if whole else self._job(*held[0], method))
         self.ledger.step += bucket.last
         return future
 
@@ -229,19 +234,20 @@ class Synchronizer:
             raise ValueError(f"this is the state of rank {given[0].rank}, and this is rank {rank}")
         return own
 
-    def _job(self, bucket: Bucket, future: Future[Any]) -> Job:
+    def _job(self, bucket: Bucket, future: Future[Any], method: Method | None) -> Job:
         step = self.ledger.step
         parts = [part for part in bucket.parts if part.grad.numel()]
         contexts = [self._context(part.name, part) for part in parts]
 
         def start() -> list[Exchange[tuple[Value, State]]]:
             self._agree(step)
-            return [self._exchange(part, ctx) for part, ctx in zip(parts, contexts, strict=True)]
+            return [self._exchange(part, ctx, method) for part, ctx in zip(parts, contexts, strict=True)]
 
         def finish(results: Results) -> None:
             for part, ctx, (mean, state) in zip(parts, contexts, results, strict=True):
                 write(part.grad, mean)
-                self.ledger.keep(ctx, state)
+                if method is None:
+                    self.ledger.keep(ctx, state)
             self._count(bucket)
 
         def release() -> None:
@@ -282,7 +288,9 @@ class Synchronizer:
 
         return Job("the whole gradient", start, finish, release, fail, [bucket.buffer for bucket, _ in held], last=True)
 
-    def _exchange(self, part: Part, ctx: Context) -> Exchange[tuple[Value, State]]:
+    def _exchange(self, part: Part, ctx: Context, method: Method | None) -> Exchange[tuple[Value, State]]:
+        if method is not None:
+            return exchange(method, part.grad, (), ctx)
         present = self._present([part])
         return exchange(self.method, self._outgoing(part), self.ledger.state(ctx), ctx, present)
 

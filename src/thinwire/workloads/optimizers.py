@@ -48,7 +48,11 @@ DEFAULT_OPTIMIZER = {"lm": "adam", "image": "sgd", "mlp": "sgd"}
 """By workload."""
 DEFAULT_LR = {"sgd": 0.1, "adam": 1e-3, "apm": 1e-3, "dist-ef-sgdm": 0.1, "root-sgd": 0.1}
 WRAPPERS = [name for name, kind in OPTIMIZERS.items() if "base" in inspect.signature(kind).parameters]
-"""Optimizers around another one: ``slowmo:base=adam``, else the workload's default; its options are theirs too."""
+"""Optimizers around another one: ``slowmo:base=adam``, else the workload's default; its options are theirs too.
+
+``slowmo:base=gossip`` is around gossip, which is around the workload's default.
+"""
+GOSSIP = "gossip"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +82,16 @@ class Recipe:
 
     @property
     def default_lr(self) -> float:
-        return DEFAULT_LR[self.base or grammar.split(self.optimizer)[0]]
+        return DEFAULT_LR[self.layers[-1]]
 
     @property
-    def base(self) -> str | None:
-        """The optimizer that this one is around, if it is around any."""
+    def layers(self) -> list[str]:
+        """The optimizer's name, and those of the ones that it is around."""
         name, options = grammar.split(self.optimizer)
-        return grammar.choose("base", options.get("base", self.default_base), BASES) if name in WRAPPERS else None
+        if name not in WRAPPERS:
+            return [name]
+        base = grammar.choose("base", options.get("base", self.default_base), bases_of(name))
+        return [name, base] if base in BASES else [name, base, self.default_base]
 
     @property
     def clips(self) -> bool:
@@ -109,13 +116,23 @@ class Recipe:
         fixed: dict[str, Any] = {"exchange": registry.parse(self.method)} if self.method else {}
         if self.clips and "clip" not in options:
             fixed["clip"] = clip
-        if self.base is None:
+        if name == GOSSIP and self.method:
+            raise ValueError(f"{name} averages with neighbours alone, uncompressed: it takes no +{self.method}")
+        if name not in WRAPPERS:
             owner = grammar.build(OPTIMIZERS[name], name, options, list(parameters), lr=lr, **fixed)
             return owner, owner
-        own, its = grammar.options_of(OPTIMIZERS[name]), grammar.options_of(BASES[self.base])
+        _, *between, base = self.layers
+        known = {layer: grammar.options_of(BASES.get(layer) or OPTIMIZERS[layer]) for layer in self.layers}
         for key in options:
-            grammar.choose(f"option of {name!r}:", key, ["base", *own, *its])
-        inner = grammar.build(BASES[self.base], self.base, {k: v for k, v in options.items() if k in its})
-        outer = {k: v for k, v in options.items() if k in own}
-        owner = grammar.build(OPTIMIZERS[name], name, outer, inner.optimizer(list(parameters), lr), **fixed)
+            grammar.choose(f"option of {name!r}:", key, ["base", *(option for own in known.values() for option in own)])
+        given = {layer: {k: v for k, v in options.items() if k in own} for layer, own in known.items()}
+        inner = grammar.build(BASES[base], base, given[base]).optimizer(list(parameters), lr)
+        for layer in between:
+            inner = grammar.build(OPTIMIZERS[layer], layer, given[layer], inner)
+        owner = grammar.build(OPTIMIZERS[name], name, given[name], inner, **fixed)
         return owner, owner
+
+
+def bases_of(wrapper: str) -> list[str]:
+    """What an optimizer may be around."""
+    return [*BASES, GOSSIP] if wrapper != GOSSIP else [*BASES]

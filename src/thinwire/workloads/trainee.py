@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.optim import SlowMo
+from thinwire.optim import Gossip, SlowMo
 from thinwire.runtime.synchronizer import Synchronizer
 from thinwire.runtime.telemetry import Telemetry
 from thinwire.workloads import Workload
@@ -107,7 +107,7 @@ class Trainee:
 
     def finish(self) -> nn.Module:
         """The model to evaluate, the same on every rank. Every rank calls this."""
-        if isinstance(self.optimizer, SlowMo):
+        if isinstance(self.optimizer, SlowMo | Gossip):
             self.optimizer.meet()
         return self.module
 

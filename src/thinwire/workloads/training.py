@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from thinwire.runtime.telemetry import Counters
 from thinwire.runtime.trace import write_trace
@@ -137,13 +139,22 @@ def _resume(settings: Settings, trainee: Trainee) -> int:
     for name, saved in content.get("run", {}).items():
         if saved != getattr(settings, name):
             raise ValueError(f"the checkpoint is of {name} {saved!r}, this run of {getattr(settings, name)!r}")
-    same = len(files) == dist.get_world_size()
+    contents = [content] if len(files) == dist.get_world_size() else [checkpoint.read(file) for file in files]
     try:
-        trainee.sync.load_state_dict(content["sync"] if same else [checkpoint.read(file)["sync"] for file in files])
-        trainee.module.load_state_dict(content["model"])
+        trainee.sync.load_state_dict([one["sync"] for one in contents])
+        trainee.module.load_state_dict(_mean([one["model"] for one in contents]))
         trainee.optimizer.load_state_dict(content["optimizer"])
         trainee.schedule.load_state_dict(content["schedule"])
         step: int = content["step"]
     except (KeyError, RuntimeError) as error:
         raise ValueError(f"the checkpoint in {settings.resume} does not fit: {error}") from None
     return step
+
+
+def _mean(models: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Of the workers' models, where they differ: as they do between averages, and always under gossip."""
+    stacked = {name: torch.stack([model[name] for model in models]) for name in models[0]}
+    return {
+        name: tensors[0] if (tensors == tensors[0]).all() or not tensors.is_floating_point() else tensors.mean(0)
+        for name, tensors in stacked.items()
+    }
