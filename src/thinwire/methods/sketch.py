@@ -35,7 +35,7 @@ from thinwire.methods.topk import share
 class Sketch(Method):
     """The largest coordinates of the mean, found in a sketch of it, with error feedback: two all-reduces.
 
-    Bytes: 8 (W-1)/W ratio d (16 rows + 8), by default; 8 (W-1)/W (rows cols + 8 ratio d)
+    Bytes: 8 (W-1)/W ratio d (16 rows + 16), by default; 8 (W-1)/W (rows cols + 16 ratio d)
     Use: many workers and gradients with a heavy tail: the bytes do not depend on W, and the top k are those of the
         mean.
     Avoid: gradients without a tail, where the noise hides them; slow processors, since every number is hashed ``rows``
