@@ -18,6 +18,8 @@ from pathlib import Path
 
 LM, IMAGE = "lm:layers=2,width=128", "image:width=8"
 ADAM, SGD, IMAGE_SGD, IMAGE_ADAM = [2e-3, 4e-3, 8e-3], [0.2, 0.4, 0.8], [0.1, 0.2, 0.4], [2e-3, 4e-3, 8e-3]
+RANK = 16
+"""The largest at which ACP sends ten times less than dense on that model, among the powers of two."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,20 @@ def adam_entries(steps: int) -> list[Entry]:
     return [Entry("adam", ADAM), Entry(apm(steps), [], "adam", like="adam")]
 
 
-def rank_entries(steps: int) -> list[Entry]:
-    """The curve of rank, loss and bytes."""
-    curve = [Entry(f"{apm(steps)}+acp:rank={rank}", [], "adam", seeds=1, like="adam") for rank in (4, 8, 32)]
-    curve += [Entry(f"adam+{method}:rank=16", [], "adam", seeds=1, like="adam") for method in ("acp", "powersgd")]
-    return [*curve, Entry(f"{apm(steps)}+acp:rank=16", [], "adam", like="adam")]
-
-
 def sgd_entries() -> list[Entry]:
-    return [Entry("sgd", SGD), Entry("dist-ef-sgdm", [], "sgd", like="sgd")]
+    return [
+        Entry("sgd", SGD),
+        Entry("dist-ef-sgdm", [], "sgd", like="sgd"),
+        Entry(f"sgd+acp:rank={RANK}", [], "sgd", like="sgd"),
+    ]
+
+
+def rank_entries(steps: int) -> list[Entry]:
+    """The curve of rank, loss and bytes, under SGD and as the exchange of APMSqueeze."""
+    factors = [("acp", rank) for rank in (4, 8, 16, 32)] + [("powersgd", rank) for rank in (4, 8, 16)]
+    sgd = [Entry(f"sgd+{method}:rank={rank}", [], "sgd", seeds=1, like="sgd") for method, rank in factors]
+    exchanged = [Entry(f"{apm(steps)}+acp:rank={rank}", [], "adam", seeds=1, like="adam") for rank in (4, 16, 32)]
+    return [Entry("sgd", SGD, seeds=1), *sgd, Entry("adam", ADAM, seeds=1), *exchanged]
 
 
 def image_entries(steps: int) -> list[Entry]:
@@ -117,7 +124,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="a text file for a second language model")
     parser.add_argument("--images", type=Path, help="a folder of MNIST or CIFAR-10 files, in place of drawn digits")
-    parser.add_argument("--only", help="which of lm-adam, lm-sgd, text-adam, text-sgd, image")
+    parser.add_argument("--only", help="which of lm-adam, lm-sgd, text-adam, text-sgd, rank, image")
+    parser.add_argument("--lm", default=LM, help="the language model's workload")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--lm-steps", type=int, default=800)
     parser.add_argument("--sgd-steps", type=int, default=600)
@@ -126,8 +134,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     common = ["--workers", str(args.workers), "--steps"]
-    adam = ["--workload", LM, *common, str(args.lm_steps)]
-    sgd = ["--workload", LM, *common, str(args.sgd_steps)]
+    adam = ["--workload", args.lm, *common, str(args.lm_steps)]
+    sgd = ["--workload", args.lm, *common, str(args.sgd_steps)]
     images = [
         "--workload",
         IMAGE,
@@ -138,10 +146,11 @@ def main() -> None:
     text = ["--data", str(args.text)]
     library, other = "Python's standard library", "A text"
     tables = {
-        "lm-adam": (f"{library}, Adam", adam, adam_entries(args.lm_steps) + rank_entries(args.lm_steps)),
+        "lm-adam": (f"{library}, Adam", adam, adam_entries(args.lm_steps)),
         "lm-sgd": (f"{library}, SGD", sgd, sgd_entries()),
         "text-adam": (f"{other}, Adam", adam + text, adam_entries(args.lm_steps)),
         "text-sgd": (f"{other}, SGD", sgd + text, sgd_entries()),
+        "rank": ("Rank, loss and bytes", sgd + (text if args.text else []), rank_entries(args.sgd_steps)),
         "image": ("Images", images, image_entries(args.image_steps)),
     }
     for name in args.only.split(",") if args.only else tables:

@@ -15,6 +15,7 @@ from torch import nn
 from thinwire.workloads import Workload, glyphs, load
 from thinwire.workloads.image_files import read_images
 from thinwire.workloads.text import stdlib_source
+from thinwire.workloads.training import lately
 
 LM = "lm:layers=1,width=32,head=16,context=16,batch=8"
 IMAGE = "image:width=4,batch=16"
@@ -301,3 +302,12 @@ def test_damaged_mnist(tmp_path: Path, name: str, content: bytes | None, message
     with pytest.raises(ValueError, match=message) as caught:
         load(IMAGE, tmp_path, 0)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("period", [1, 3])
+@pytest.mark.parametrize("steps", [6, 7, 8, 9])
+def test_bytes_lately_are_the_mean_of_both_turns_of_a_method_that_alternates(period: int, steps: int) -> None:
+    turns = [10, 30]
+    sent = [0 if step % period else turns[step // period % 2] for step in range(steps * period)]
+    running = [0, *np.cumsum([1000, *sent]).tolist()]
+    assert lately(running, period) == sum(turns) // (2 * period)

@@ -120,7 +120,7 @@ def _summary(f: dict[str, Any]) -> Table:
         table.add_row("validation accuracy", f"{100 * f['val_accuracy']:.2f} %")
     sent, dense = f["bytes_per_step"], f["dense_bytes_per_step"]
     table.add_row("sent per worker and step", f"{readable(sent)}, dense {readable(dense)}: {ratio(dense, sent)} less")
-    table.add_row("  at the last step", f"{readable(f['bytes_last_step'])}: {ratio(dense, f['bytes_last_step'])} less")
+    table.add_row("  at the end", f"{readable(f['bytes_last_step'])}: {ratio(dense, f['bytes_last_step'])} less")
     parts = {"compute": f["compute_ms"], "compress": f["compress_ms"], "exposed communication": f["exposed_ms"]}
     table.add_row("step", f"{f['step_ms']:.1f} ms, of which")
     for name, ms in parts.items():

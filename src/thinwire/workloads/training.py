@@ -84,14 +84,14 @@ def train(settings: Settings, report: Callable[[Progress], None]) -> dict[str, A
         losses.append(trainee.step(step, rank, world))
         seconds.append(time.perf_counter() - start)
         sent.append(counters.bytes_sent)
-        report(Progress(step + 1, losses[-1], _lately(sent, trainee.period)))
+        report(Progress(step + 1, losses[-1], lately(sent, trainee.period)))
         done = step + 1
         if settings.save and (done % settings.save_every == 0 or done == settings.steps):
             checkpoint.save(settings.save, done, _content(settings, done, trainee))
     if settings.trace:
         write_trace(settings.trace, trainee.telemetry.spans)
     figures = _figures(counters, losses, seconds, trainee.period)
-    figures["bytes_last_step"] = _lately(sent, trainee.period)
+    figures["bytes_last_step"] = lately(sent, trainee.period)
     model = trainee.finish()
     figures |= workload.evaluate(model) if rank == 0 else {}
     figures["warm_up_over"] = getattr(trainee.optimizer, "frozen", True)
@@ -101,9 +101,9 @@ def train(settings: Settings, report: Callable[[Progress], None]) -> dict[str, A
     return described | {"workers": world, "parameters": parameters} | figures
 
 
-def _lately(sent: list[int], period: int) -> int:
-    """Bytes a step over the last period, from running sums."""
-    steps = max(1, min(period, len(sent) - 1))
+def lately(sent: list[int], period: int) -> int:
+    """Bytes a step over the last two periods, since some methods alternate; from running sums."""
+    steps = max(1, min(2 * period, len(sent) - 1))
     return (sent[-1] - sent[-1 - steps]) // steps if len(sent) > 1 else 0
 
 
