@@ -62,7 +62,8 @@ MEASUREMENT = """## Measured
 the one with the lower loss on seed 0 is taken, or else the rate of the method named beside it, which need not be its
 best: such a row may do better than it shows. What is shown is one run on seed 1. Bytes are a step's, over the last
 {late}. SGD has Nesterov momentum 0.9, or the method's own if any. Gradients are clipped to a norm of 1; what a method
-with momentum of its own hands over, to 1 / (1 - 0.9) times that; votes, not at all.
+with momentum of its own hands over, to 1 / (1 - 0.9) times that; votes, not at all. The rates of `root-sgd` and the
+ratio of `randk` were changed after a look at their losses.
 
 One short run of a small model places the methods roughly and is no verdict on any: it has no room for long warm-ups,
 its tensors are small, and small differences of loss mean nothing. [results.md](results.md) has longer runs of the main
