@@ -19,7 +19,7 @@ from pathlib import Path
 LM, IMAGE = "lm:layers=2,width=128", "image:width=8"
 ADAM, SGD, IMAGE_SGD, IMAGE_ADAM = [2e-3, 4e-3, 8e-3], [0.2, 0.4, 0.8], [0.1, 0.2, 0.4], [2e-3, 4e-3, 8e-3]
 RANK = 16
-"""The largest at which ACP sends ten times less than dense on that model, among the powers of two."""
+"""The largest power of two at which ACP sends ten times less than dense on that model; Power-SGD has half of it."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,10 @@ def sgd_entries() -> list[Entry]:
     return [
         Entry("sgd", SGD),
         Entry("dist-ef-sgdm", [], "sgd", like="sgd"),
-        Entry(f"sgd+acp:rank={RANK}", [], "sgd", like="sgd"),
+        *(
+            Entry(f"sgd+{factors}", [], "sgd", like="sgd")
+            for factors in (f"acp:rank={RANK}", f"powersgd:rank={RANK // 2}")
+        ),
     ]
 
 

@@ -15,7 +15,7 @@ from thinwire.core.lift import bounded_ratio
 from thinwire.core.method import Context, Dense, Method, Reduced, State
 from thinwire.core.price import bytes_per_step
 from thinwire.core.requests import Exchange
-from thinwire.core.value import Sparse, Sum, finite, subtract, wide
+from thinwire.core.value import Sum, finite, subtract, wide
 
 
 class Wrapper(Method):
@@ -31,6 +31,9 @@ class Wrapper(Method):
     @property
     def whole(self) -> bool:
         return self.inner.whole
+
+    def keeps(self, x: Tensor, ctx: Context) -> bool:
+        return self.inner.keeps(x, ctx)
 
     def init(self, x: Tensor, ctx: Context) -> State:
         return self.inner.init(x, ctx)
@@ -68,8 +71,12 @@ class ErrorFeedback(Wrapper):
     max_ratio: float | None = None
     """Bound on eta_{t-1}/eta_t for the error; None keeps the error as it is."""
 
+    def keeps(self, x: Tensor, ctx: Context) -> bool:
+        return self.inner.unmade and x.is_contiguous()
+
     def init(self, x: Tensor, ctx: Context) -> ErrorFeedbackState:
-        return ErrorFeedbackState(torch.zeros_like(x), self.inner.init(x, ctx))
+        error = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        return ErrorFeedbackState(error, self.inner.init(x, ctx))
 
     def reduce(self, x: Tensor, state: ErrorFeedbackState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         p = Sum(x, state.error, bounded_ratio(ctx, self.max_ratio))
@@ -120,67 +127,6 @@ class Clip(Local):
         return self.inner.reduce(x.mul_((self.limit / x.norm()).clamp(max=1)), state, ctx)
 
 
-class MomentumState(NamedTuple):
-    momentum: Tensor
-    inner: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Momentum(Local):
-    """A worker's momentum, before compression."""
-
-    mu: float
-    inner: Method
-
-    def init(self, x: Tensor, ctx: Context) -> MomentumState:
-        return MomentumState(torch.zeros_like(x), self.inner.init(x, ctx))
-
-    def withheld(self, x: Tensor, state: MomentumState, ctx: Context) -> Tensor:
-        return self.inner.withheld(x, state.inner, ctx)
-
-    def refund(self, state: MomentumState, amount: Tensor) -> MomentumState:
-        return state._replace(inner=self.inner.refund(state.inner, amount))
-
-    def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> MomentumState:
-        momentum = torch.stack([s.momentum for s in states]).mean(0)
-        return MomentumState(momentum, self.inner.resize(x, [s.inner for s in states], ctx))
-
-
-@dataclass(frozen=True, slots=True)
-class RunningMean(Momentum):
-    """m = mu m + (1 - mu) g;   x = m"""
-
-    def reduce(self, x: Tensor, state: MomentumState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
-        m = torch.lerp(x, state.momentum, self.mu)
-        out, inner = yield from self.inner.reduce(x.copy_(m), state.inner, ctx)
-        return out, MomentumState(m, inner)
-
-
-@dataclass(frozen=True, slots=True)
-class Nesterov(Momentum):
-    """m = mu m + g;   x = mu m + g"""
-
-    def reduce(self, x: Tensor, state: MomentumState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
-        m = torch.add(x, state.momentum, alpha=self.mu)
-        out, inner = yield from self.inner.reduce(x.add_(m, alpha=self.mu), state.inner, ctx)
-        return out, MomentumState(m, inner)
-
-
-@dataclass(frozen=True, slots=True)
-class MomentumCorrection(Momentum):
-    """u = mu u + g;   x = u;   u = 0 at the coordinates that were sent.
-
-    A dense tensor, or a dense step, is not cut: there it is the momentum that the optimizer has left to the method.
-    """
-
-    def reduce(self, x: Tensor, state: MomentumState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
-        u = torch.add(x, state.momentum, alpha=self.mu, out=x.new_empty(x.shape))
-        out, inner = yield from self.inner.reduce(x.copy_(u), state.inner, ctx)
-        if ctx.lr != 0 and isinstance(out.sent, Sparse):  # at a rate of 0 nothing of it is applied
-            out.sent.clear(u)
-        return out, MomentumState(u, inner)
-
-
 @dataclass(frozen=True, slots=True)
 class Whole(Wrapper):
     """Takes the whole gradient as one vector, when the last of it has arrived."""
@@ -206,11 +152,16 @@ class After(Wrapper):
     inner: Method
 
     def reduce(self, x: Tensor, state: Any, ctx: Context) -> Exchange[tuple[Reduced, State]]:
-        begun = self.start() if callable(self.start) else ctx.step >= self.start
-        if begun:
+        if self._begun(ctx):
             return (yield from self.inner.reduce(x, state, ctx))
         out, _ = yield from Dense(own=True).reduce(x, (), ctx)
         return out, state
+
+    def keeps(self, x: Tensor, ctx: Context) -> bool:
+        return self._begun(ctx) and self.inner.keeps(x, ctx)
+
+    def _begun(self, ctx: Context) -> bool:
+        return self.start() if callable(self.start) else ctx.step >= self.start
 
     def bare(self) -> Method:
         return self.inner.bare()
@@ -258,6 +209,9 @@ class Where(Wrapper):
     def _chosen(self, x: Tensor, ctx: Context) -> Method:
         return _chosen(self, x.shape, ctx.world)
 
+    def keeps(self, x: Tensor, ctx: Context) -> bool:
+        return self._chosen(x, ctx).keeps(x, ctx)
+
     def init(self, x: Tensor, ctx: Context) -> State:
         return self._chosen(x, ctx).init(x, ctx)
 
@@ -278,21 +232,6 @@ class Where(Wrapper):
 def error_feedback(method: Method, max_ratio: float | None = None) -> Method:
     """What a worker could not send is added to its next input."""
     return ErrorFeedback(method, max_ratio)
-
-
-def running_mean(mu: float, method: Method) -> Method:
-    """The running mean of each worker's gradients, in place of the last one."""
-    return RunningMean(mu, method) if mu else method
-
-
-def nesterov(mu: float, method: Method) -> Method:
-    """Nesterov momentum on each worker, before ``method`` compresses."""
-    return Nesterov(mu, method) if mu else method
-
-
-def momentum_correction(mu: float, method: Method) -> Method:
-    """Momentum on each worker, before ``method`` compresses; it starts anew at each coordinate that is sent."""
-    return MomentumCorrection(mu, method) if mu else method
 
 
 def clipped(limit: float, method: Method) -> Method:

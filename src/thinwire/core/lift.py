@@ -25,6 +25,7 @@ class Raw(NamedTuple):
 class Identity:
     """The numbers themselves, in ``dtype``."""
 
+    unmade: ClassVar[bool] = False
     dtype: torch.dtype
 
     def encode(self, x: Tensor | Sum, rows: int, columns: int) -> Raw:
@@ -55,7 +56,8 @@ class Decoded:
         self.compressor.decode(self.payload, self.columns, out.view(-1))
 
     def subtract(self, p: Tensor | Sum, out: Tensor) -> None:
-        self.compressor.add(self.payload, self.columns, settled(p).flatten(), -1.0, out.view(-1))
+        left = self.compressor.unmade and isinstance(p, Sum) and p.pending and p.error is out
+        self.compressor.add(self.payload, self.columns, (p if left else settled(p)).flatten(), -1.0, out.view(-1))
 
     def finite(self) -> bool:
         return self.compressor.finite(self.payload)
@@ -106,6 +108,10 @@ class Gathered(Method):
     adds: ClassVar[bool] = True
     compressor: Compressor
 
+    @property
+    def unmade(self) -> bool:
+        return self.compressor.unmade
+
     def reduce(self, x: Tensor | Sum, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         C, d = self.compressor, x.numel()
         pushed = C.encode(x.flatten(), 1, d)
@@ -130,6 +136,10 @@ class TwoWay(Method):
     compressor: Compressor
     max_ratio: float | None = None
     """Bound on eta_{t-1}/eta_t for the server's error; None keeps the error as it is."""
+
+    @property
+    def unmade(self) -> bool:
+        return self.compressor.unmade
 
     def init(self, x: Tensor, ctx: Context) -> TwoWayState:
         return TwoWayState(x.new_zeros(_chunk_sizes(x.numel(), ctx.world)[ctx.rank]))

@@ -79,6 +79,15 @@ class Method:
     """Whether ``reduce`` takes numbers of 16 bits too, and widens them in passing."""
 
     @property
+    def unmade(self) -> bool:
+        """Whether a ``Sum`` is left unmade, from request to error."""
+        return False
+
+    def keeps(self, x: Tensor, ctx: Context) -> bool:
+        """Whether ``reduce`` leaves ``x`` as it is given."""
+        return False
+
+    @property
     def whole(self) -> bool:
         """Whether it takes the whole gradient as one vector, rather than one tensor at a time."""
         return False
@@ -138,13 +147,16 @@ class Compressor(Protocol):
     may be short or empty. A payload's tensors have a row for each of them, in the same shape on every worker.
     """
 
+    unmade: ClassVar[bool]
+    """Whether ``encode`` leaves a sum unmade, and ``add`` takes one whose error is ``out``."""
+
     def encode(self, x: Tensor | Sum, rows: int, columns: int) -> Payload:
         """x (d,), with d at most rows * columns."""
 
     def decode(self, payload: Any, columns: int, out: Tensor) -> None:
         """out = C(x), out (d,)"""
 
-    def add(self, payload: Any, columns: int, base: Tensor, alpha: float, out: Tensor, stacked: bool = False) -> None:
+    def add(self, payload: Any, columns: int, base: Any, alpha: float, out: Tensor, stacked: bool = False) -> None:
         """out = base + alpha C(x), which may be the same memory.
 
         ``stacked``: a row is not a part of a vector but a worker's whole one, and they are added in their order.

@@ -108,6 +108,10 @@ class Sum:
         """The same sum, over the same memory."""
         return Sum(self.x.flatten(start), self.error.flatten(start), self.ratio, self)
 
+    def value(self) -> Tensor:
+        """p, in memory of its own as long as it is not made."""
+        return torch.add(self.x, self.error, alpha=self.ratio) if self.pending else self.out
+
     def made(self) -> Tensor:
         if self.pending:
             torch.add(self.x, self.error, alpha=self.ratio, out=self.out)

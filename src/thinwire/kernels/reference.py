@@ -20,9 +20,9 @@ RUN = 32
 
 def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
     """x (d,) -> scale (rows, ceil(columns / block)): the mean magnitude of each block, 0 if it is empty;
-    bits (rows, ceil(columns / 8)): 1 where x >= 0, and 0 where there is no number.
+    bits (rows, ceil(columns / 8)): 1 where x >= 0, and 0 where there is no number. A sum is left unmade.
     """
-    x = widened(x)
+    x = x.value() if isinstance(x, Sum) else wide(x)
     d, missing = len(x), rows * columns - len(x)
     blocks = _blocks(x, rows, columns, block)
     real = torch.arange(rows * columns, device=x.device).view(rows, columns) < d
@@ -38,13 +38,14 @@ def decode_signs(scale: Tensor, bits: Tensor, columns: int, block: int, out: Ten
 
 
 def add_signs(
-    scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor, stacked: bool
+    scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor | Sum, alpha: float, out: Tensor, stacked: bool
 ) -> None:
-    """out (d,) = base + alpha times the decoded signs; ``out`` may be ``base``.
+    """out (d,) = base + alpha times the decoded signs; ``out`` may be ``base``, or the error of a sum that is not made.
 
     Where they are ``stacked``, each row stands for all of ``out``, and one after the other is added.
     """
-    _add(base, _signs(scale * alpha, bits, columns, block), columns, stacked, out)
+    onto = base.value() if isinstance(base, Sum) else base
+    _add(onto, _signs(scale * alpha, bits, columns, block), columns, stacked, out)
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:

@@ -20,8 +20,9 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.core.combine import Clip, Rule, error_feedback, momentum_correction, where
+from thinwire.core.combine import Clip, Rule, error_feedback, where
 from thinwire.core.method import Context, Method, Reduced, State
+from thinwire.core.momentum import momentum_correction
 from thinwire.core.requests import Exchange
 from thinwire.core.value import Sum
 from thinwire.methods.topk import TopK

@@ -15,14 +15,15 @@ schedule that goes to zero makes it infinite; a step whose rate is zero applies 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.core.combine import Rule, error_feedback, nesterov, where, whole
+from thinwire.core.combine import Rule, error_feedback, where, whole
 from thinwire.core.lift import two_way
 from thinwire.core.method import Method
+from thinwire.core.momentum import nesterov
 from thinwire.core.value import Sum, finite
 
 
@@ -35,6 +36,7 @@ class Signs(NamedTuple):
 class ScaledSign:
     """C(x) = (|x|_1 / d) sign(x) for each block; its error is (1 - |x|_1^2 / (d |x|_2^2)) |x|_2^2."""
 
+    unmade: ClassVar[bool] = True
     block: int = 0
     """Most elements that share a scale; 0 for all of a row."""
 
@@ -44,7 +46,9 @@ class ScaledSign:
     def decode(self, payload: Signs, columns: int, out: Tensor) -> None:
         kernels.decode_signs(payload.scale, payload.bits, columns, self._block(columns), out)
 
-    def add(self, payload: Signs, columns: int, base: Tensor, alpha: float, out: Tensor, stacked: bool = False) -> None:
+    def add(
+        self, payload: Signs, columns: int, base: Tensor | Sum, alpha: float, out: Tensor, stacked: bool = False
+    ) -> None:
         kernels.add_signs(payload.scale, payload.bits, columns, self._block(columns), base, alpha, out, stacked)
 
     def finite(self, payload: Signs) -> bool:

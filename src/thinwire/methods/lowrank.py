@@ -27,6 +27,10 @@ class LowRank(Method):
         if self.rank < 1:
             raise ValueError(f"rank must be at least 1, not {self.rank}")
 
+    @property
+    def unmade(self) -> bool:
+        return True
+
     def method(self) -> Method:
         return where(Rule(min_dims=2), error_feedback(self))
 

@@ -39,6 +39,7 @@ class Levels(NamedTuple):
 class StochasticLevels:
     """Q above, with the random numbers of ``key``: a compressor for one tensor, step and worker."""
 
+    unmade: ClassVar[bool] = False
     bits: int
     block: int
     key: int

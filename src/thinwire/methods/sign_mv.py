@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from thinwire import kernels
-from thinwire.core.combine import running_mean
 from thinwire.core.method import Context, Method, Reduced, State
+from thinwire.core.momentum import running_mean
 from thinwire.core.requests import AllGather, AllToAll, Exchange
 from thinwire.core.value import Sum, finite, settled
 
@@ -74,6 +74,9 @@ class SignMV(Method):
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), not {self.momentum}")
+
+    def keeps(self, x: Tensor, ctx: Context) -> bool:
+        return True
 
     def method(self) -> Method:
         return running_mean(self.momentum, self)

@@ -24,8 +24,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.core.combine import error_feedback, momentum_correction, whole
+from thinwire.core.combine import error_feedback, whole
 from thinwire.core.method import Context, Method, Reduced, State
+from thinwire.core.momentum import momentum_correction
 from thinwire.core.requests import AllReduce, Exchange
 from thinwire.core.value import Sparse
 from thinwire.methods.topk import share

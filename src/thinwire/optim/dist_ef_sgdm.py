@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.core.combine import clipped, nesterov
+from thinwire.core.combine import clipped
 from thinwire.core.method import Method
+from thinwire.core.momentum import nesterov
 from thinwire.optim.common import check_at_least_zero, check_attached, check_same_in_all_groups, evaluate, exchange_of
 from thinwire.registry import Recipe
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.value import Sum
-from thinwire.kernels.cpu.source import CHUNK, Array, array, compiled, read, source
+from thinwire.kernels.cpu.source import CHUNK, Array, add_in, array, compiled, glance, peek, read
 from thinwire.kernels.cpu.vector import (
     LANES,
     LINE,
@@ -27,7 +27,7 @@ LARGE = 1 << 23
 
 def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
     assert x.numel() <= rows * columns
-    given = source(x, STRIDE)
+    given = glance(x, STRIDE)
     scale = torch.empty(rows, -(-columns // block), dtype=torch.float64 if given[3].itemsize == 8 else torch.float32)
     bits = torch.empty(rows, -(-columns // 8), dtype=torch.uint8)
     _encode(*given, columns, block, array(scale), array(bits))
@@ -40,8 +40,15 @@ def decode_signs(scale: Tensor, bits: Tensor, columns: int, block: int, out: Ten
 
 
 def add_signs(
-    scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor, alpha: float, out: Tensor, stacked: bool
+    scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor | Sum, alpha: float, out: Tensor, stacked: bool
 ) -> None:
+    if isinstance(base, Sum):
+        assert base.error.data_ptr() == out.data_ptr()
+        assert not stacked
+        _check(scale, bits, columns, block, len(bits) * columns, out, base.error)
+        given = glance(base, CHUNK)
+        _add_to_sum(array(scale * alpha), array(bits), columns, block, given[0], array(out), *given[2:])
+        return
     _check(scale, bits, columns, block, columns if stacked else len(bits) * columns, out, base)
     stream = out.nbytes > LARGE and out.data_ptr() != base.data_ptr() and out.data_ptr() % LINE == 0
     _add(array(scale * alpha), array(bits), columns, block, stacked, stream, array(base), array(out))
@@ -57,7 +64,7 @@ def _check(scale: Tensor, bits: Tensor, columns: int, block: int, most: int, *ve
 
 @compiled
 def _encode(
-    x: Array, error: Array | None, ratio: Any, p: Array, columns: int, block: int, scale: Array, bits: Array
+    x: Array, error: Array | None, ratio: Any, scratch: Array, columns: int, block: int, scale: Array, bits: Array
 ) -> None:
     for r in range(scale.shape[0]):
         first, last = min(len(x), r * columns), min(len(x), (r + 1) * columns)
@@ -67,8 +74,8 @@ def _encode(
             start, end = min(last, first + b * block), min(last, first + (b + 1) * block)
             total, whole = 0.0, end - (end - start) % STRIDE
             for j in range(start, whole, STRIDE):
-                total += note_signs(x, error, ratio, p, j, octets, (j - first) // 8)
-            rest = read(x, error, ratio, p, whole, end)
+                total += note_signs(x, error, ratio, scratch, j, octets, (j - first) // 8)
+            rest = peek(x, error, ratio, scratch, whole, end)
             total += _magnitude(rest)
             _note(rest, octets[(whole - first) // 8 :])
             scale[r, b] = total / max(1, end - start)
@@ -105,6 +112,20 @@ def _add(
                     onto = into
     if stream:
         fence()
+
+
+@compiled
+def _add_to_sum(
+    scale: Array, bits: Array, columns: int, block: int, x: Array, error: Array, ratio: Any, scratch: Array
+) -> None:
+    for r in range(scale.shape[0]):
+        first, last = min(len(x), r * columns), min(len(x), (r + 1) * columns)
+        for b in range(scale.shape[1]):
+            end = min(last, first + (b + 1) * block)
+            for j in range(min(last, first + b * block), end, CHUNK):
+                part = error[j : min(end, j + CHUNK)]
+                add_in(read(x, None, ratio, scratch, j, j + len(part)), part, ratio)
+                _add_part(scale[r, b], bits[r, (j - first) // 8 :], False, part, part)
 
 
 @compiled

@@ -43,6 +43,16 @@ def source(x: Tensor | Sum, scratch: int = 0) -> Source:
     return plain, None, ratio, plain if plain.dtype.kind == "f" else np.empty(scratch, np.float32)
 
 
+def glance(x: Tensor | Sum, scratch: int) -> Source:
+    """What ``peek`` needs: x, the error and its ratio, and memory for ``scratch`` numbers; a sum is left unmade."""
+    if isinstance(x, Sum) and x.pending:
+        error = array(x.error)
+        return array(x.x), error, error.dtype.type(x.ratio), np.empty(scratch, error.dtype)
+    plain = array(settled(x))
+    dtype = np.float64 if plain.dtype == np.float64 else np.float32
+    return plain, None, dtype(1), np.empty(scratch, dtype)
+
+
 def read(x: Array, error: Array | None, ratio: Any, out: Array, start: int, end: int) -> Array:
     """Numbers ``start`` to ``end`` of x, or of x + ratio * error: those are left in ``out``."""
     raise NotImplementedError  # what it does depends on the types
@@ -72,6 +82,35 @@ def _read(x: Any, error: Any, ratio: Any, out: Any, start: Any, end: Any) -> Any
         return out[start:end]
 
     return summed if wide else widened_and_summed
+
+
+def peek(x: Array, error: Array | None, ratio: Any, scratch: Array, start: int, end: int) -> Array:
+    """Numbers ``start`` to ``end`` of x, or of x + ratio * error: those are in ``scratch``."""
+    raise NotImplementedError
+
+
+@overload(peek, strict=False, inline="always")
+def _peek(x: Any, error: Any, ratio: Any, scratch: Any, start: Any, end: Any) -> Any:
+    if isinstance(error, types.NoneType):
+
+        def alone(x, error, ratio, scratch, start, end):  # type: ignore[no-untyped-def]
+            return read(x, error, ratio, scratch, start, end)
+
+        return alone
+
+    def summed(x, error, ratio, scratch, start, end):  # type: ignore[no-untyped-def]
+        part = scratch[: end - start]
+        _add(read(x, None, ratio, scratch, start, end), error[start:end], ratio, part)
+        return part
+
+    return summed
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def add_in(x: Array, error: Array, ratio: Any) -> None:
+    """error = x + ratio * error"""
+    for k in range(len(x)):
+        error[k] = x[k] + ratio * error[k]
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})  # rounded once, as torch's is

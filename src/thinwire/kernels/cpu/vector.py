@@ -49,8 +49,8 @@ def _lanes(builder: Any, value: Any) -> Any:
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), LANES), None))
 
 
-def _numbers(context: Any, builder: Any, kinds: Any, args: Any, start: Any) -> Any:
-    """``read``, of 32 numbers in a vector: ``kinds`` and ``args`` are its first four."""
+def _numbers(context: Any, builder: Any, kinds: Any, args: Any, start: Any, keep: bool) -> Any:
+    """``read``, of 32 numbers in a vector: ``kinds`` and ``args`` are its first four. It stores sums to ``keep``."""
     x, error, _, out = kinds
     element = context.get_value_type(out.dtype)
     numbers = _load(context, builder, x, args[0], start, ir.VectorType(context.get_data_type(x.dtype), LANES))
@@ -60,7 +60,8 @@ def _numbers(context: Any, builder: Any, kinds: Any, args: Any, start: Any) -> A
         owed = _load(context, builder, error, args[1], start, ir.VectorType(element, LANES))
         owed = builder.fmul(_lanes(builder, args[2]), owed, flags=("contract",))
         numbers = builder.fadd(numbers, owed, flags=("contract",))
-        _store(context, builder, numbers, out, args[3], start)
+        if keep:
+            _store(context, builder, numbers, out, args[3], start)
     return numbers
 
 
@@ -84,13 +85,14 @@ def _widened(builder: Any, bits: Any, bfloat16: bool) -> Any:
 
 @intrinsic
 def note_signs(typing: Any, x: Any, error: Any, ratio: Any, out: Any, start: Any, bits: Any, first: Any) -> Any:
-    """``read`` ``STRIDE`` numbers; put a bit for each, 1 if it is at least 0, into ``bits``; sum their magnitudes."""
+    """``peek`` at ``STRIDE`` numbers; put a bit for each, 1 if at least 0, into ``bits``; sum their magnitudes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         double = ir.DoubleType()
         total = ir.Constant(ir.VectorType(double, LANES), None)
         for i in range(0, STRIDE, LANES):
-            numbers = _numbers(context, builder, signature.args[:4], args[:4], builder.add(args[4], args[4].type(i)))
+            place = builder.add(args[4], args[4].type(i))
+            numbers = _numbers(context, builder, signature.args[:4], args[:4], place, keep=False)
             positive = builder.fcmp_ordered(">=", numbers, ir.Constant(numbers.type, None))
             to = builder.add(args[6], args[6].type(i // 8))
             _store(context, builder, builder.bitcast(positive, WORD), bits, args[5], to)
@@ -112,7 +114,7 @@ def at_least(typing: Any, x: Any, error: Any, ratio: Any, out: Any, start: Any, 
     """``read`` 32 numbers; a bit for each: whether its magnitude's bits are at least ``least``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        numbers = _numbers(context, builder, signature.args[:4], args[:4], args[4])
+        numbers = _numbers(context, builder, signature.args[:4], args[:4], args[4], keep=True)
         size = builder.bitcast(numbers, ir.VectorType(args[5].type, LANES))
         unsigned = ir.Constant(size.type, [(1 << args[5].type.width - 1) - 1] * LANES)
         found = builder.icmp_signed(">=", builder.and_(size, unsigned), _lanes(builder, args[5]))
