@@ -283,17 +283,17 @@ IMAGES, LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
         (IMAGES, None, r"missing in .*: train-images-idx3-ubyte$"),
         (IMAGES, b"plain", "is not an intact gzip file"),
         (IMAGES, b"", "is not an idx file: it begins with nothing"),
-        (IMAGES, gzip.compress(GOOD)[:40], "is not an intact gzip file"),
+        (IMAGES, gzip.compress(GOOD, mtime=0)[:40], "is not an intact gzip file"),
         (IMAGES, gzip.compress(GOOD, mtime=0)[:12] + b"\xff" * 30, "is not an intact gzip file"),
         (
             IMAGES,
-            gzip.compress(b"\1" + GOOD[1:]),
+            gzip.compress(b"\1" + GOOD[1:], mtime=0),
             "is not an idx file: it begins with 01000803, not 00000803",
         ),
-        (IMAGES, gzip.compress(GOOD[:9]), "is truncated: its header has 9 of 16 bytes"),
-        (IMAGES, gzip.compress(GOOD[:-1]), "is truncated or damaged: 23519 bytes of data, not 23520"),
-        (IMAGES, gzip.compress(idx(np.zeros((29, 28, 28), np.uint8))), "has 29 images but .* 30 labels"),
-        (LABELS, gzip.compress(idx(np.full(30, 10, np.uint8))), "has label 10: expected 0 to 9"),
+        (IMAGES, gzip.compress(GOOD[:9], mtime=0), "is truncated: its header has 9 of 16 bytes"),
+        (IMAGES, gzip.compress(GOOD[:-1], mtime=0), "is truncated or damaged: 23519 bytes of data, not 23520"),
+        (IMAGES, gzip.compress(idx(np.zeros((29, 28, 28), np.uint8)), mtime=0), "has 29 images but .* 30 labels"),
+        (LABELS, gzip.compress(idx(np.full(30, 10, np.uint8)), mtime=0), "has label 10: expected 0 to 9"),
     ],
 )
 def test_damaged_mnist(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
