@@ -27,7 +27,7 @@ LM = "lm:layers=2,width=64,context=32"
 def recall(method: str, v: Tensor, k: int, seed: int) -> float:
     """The share of the k largest numbers of ``v`` that are found in its sketch."""
     out = tw.Simulation(method, 1, seed).reduce([{"v": v}])[0]["v"]
-    return (out[kernels.top_k(v, k)] != 0).double().mean().item()
+    return (out[kernels.top_k(v, k)[1]] != 0).double().mean().item()
 
 
 def flat(tensors: list[dict[str, Tensor]]) -> Tensor:

@@ -78,7 +78,7 @@ def run_case(rank, case):
     synchronizer.BUCKET = case.bucket
     model = DDP(network(), bucket_cap_mb=0.0005)
     opt = case.optimizer(model.parameters())
-    sync = tw.attach(model, opt)
+    sync = tw.attach(model, opt, messages=1000)  # one for each bucket
     rounds, history = spied(opt), []
     for step, lr in enumerate(case.rates):
         opt.param_groups[0]["lr"] = lr

@@ -53,7 +53,7 @@ class Signs:
         torch.sub(p, signs, out=out)
 
     def finite(self) -> bool:
-        return not self._codes()[:, -1].any()
+        return self.bits.is_meta or not self._codes()[:, -1].any()
 
     def _codes(self) -> Tensor:
         return kernels.unpack_bits(self.bits, 1, self.columns + 1)
