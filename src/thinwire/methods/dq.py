@@ -8,9 +8,8 @@ Bits rise towards the end and fall with |g|^2 = mean_i sum over blocks of n |v|_
     target   the variance of the mean, E |out - g|^2 <= alpha^(n-N) target: k = 1 / sqrt(4 W target), bits rounded up
     budget   bits a number, on average over the run: k would just spend what is left if the norm stayed at its mean
 
-Departure: the norm is the last step's, which all workers read from the scales that they gathered then: bits are agreed
-on without a further exchange. After ``total_steps`` a budget's bits are its mean. The paper's 2^B - 1 levels are ours
-with the sign counted. The price list, which has no data, takes the norm to be constant.
+Departure: the norm is the last step's, read by all workers from the scales that they gathered then, and constant to the
+price list. After ``total_steps`` a budget's bits are its mean. The paper's 2^B - 1 levels are ours, the sign counted.
 """
 
 from __future__ import annotations
