@@ -87,6 +87,10 @@ def test_the_verdict_names_the_fastest_its_gain_and_the_distance_from_the_floor(
     assert "Slower than plain DDP here: fp16." in said
 
 
+def test_who_trains_alone_is_no_rival():
+    assert verdict(speeds={**SPEEDS, "barrier": (100, 0, 1)}) == verdict()
+
+
 def test_the_verdict_says_when_compression_loses():
     said = verdict(speeds={"ddp": (100, 0, 10), "acp": (100, 30, 5), "fp16": (100, 60, 5)}, shaped=False)
     assert "unshaped" in said and "no method beats plain DDP" in said

@@ -62,7 +62,7 @@ def step_times(runs: Sequence[Run]) -> str:
 
 def losses(runs: Sequence[Run], over: str) -> str:
     """Smoothed training loss over ``seconds`` or ``bytes``. Who trains alone is left out."""
-    shown = [run for run in runs if words.kind(run) != "local"]
+    shown = [run for run in runs if words.kind(run) not in words.ALONE]
     width, height, left, right, top, bottom = 560.0, 376.0, 40.0, 40.0, 8.0, 330.0
     word = words.readable if over == "bytes" else lambda s: words.duration(1e3 * s)
     curves = {run["method"]: list(_smoothed(run[over], run["losses"])) for run in shown}

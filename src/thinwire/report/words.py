@@ -7,6 +7,8 @@ from typing import Any
 
 Run = Mapping[str, Any]
 BASELINES = ("ddp", "torch-powersgd", "local", "barrier")
+ALONE = ("local", "barrier")
+"""Those in which every worker trains alone."""
 EVEN = 1.05
 """Times closer than this are called the same."""
 
@@ -74,7 +76,7 @@ def verdict(runs: Sequence[Run], setting: Mapping[str, Any]) -> list[str]:
     """Sentences, the most important first."""
     if setting["target_loss"] is not None:
         return _to_target(runs, setting)
-    rivals = [run for run in runs if kind(run) not in ("ddp", "local")]
+    rivals = [run for run in runs if kind(run) not in ("ddp", *ALONE)]
     ddp, floor = first(runs, "ddp"), first(runs, "local")
     if not rivals:
         one = ddp or runs[0]
@@ -113,7 +115,7 @@ def _against_floor(best: Run, floor: Run | None, ddp: Run | None) -> str:
 
 def _to_target(runs: Sequence[Run], setting: Mapping[str, Any]) -> list[str]:
     goal = f"a training loss of {setting['target_loss']:g}"
-    there = [run for run in runs if run["target_seconds"] is not None and kind(run) != "local"]
+    there = [run for run in runs if run["target_seconds"] is not None and kind(run) not in ALONE]
     if not there:
         return [f"On {place(setting)}, no method reaches {goal} in {setting['steps'] * setting['repeats']} steps."]
     best = min(there, key=lambda run: float(run["target_seconds"]))
@@ -121,7 +123,7 @@ def _to_target(runs: Sequence[Run], setting: Mapping[str, Any]) -> list[str]:
     ddp = first(there, "ddp")
     if ddp and ddp is not best:
         sentence += f", {times(ddp['target_seconds'] / best['target_seconds'])} sooner than plain DDP"
-    late = [run["method"] for run in runs if run["target_seconds"] is None and kind(run) != "local"]
+    late = [run["method"] for run in runs if run["target_seconds"] is None and kind(run) not in ALONE]
     return [f"{sentence}.", *([f"Not there in the steps given: {', '.join(late)}."] if late else [])]
 
 
