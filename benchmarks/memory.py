@@ -1,6 +1,6 @@
 """What a method keeps and what it needs in passing, against plain DDP.
 
-    python -m benchmarks.memory [--workers 2]
+    python -m benchmarks.memory [--workers 2] [--messages 1000]
 
 Each row is a fresh set of processes that train the same model. ``state`` is what ``sync.state_dict()`` holds. ``peak``
 is the highest resident memory during the last steps, less that of plain DDP; what it exceeds the state by is scratch.
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
 from benchmarks import processes
-from thinwire import kernels
+from thinwire.core.rehearsal import rehearse
 
 WIDTH, LAYERS, BUCKET_MB = 1024, 12, 4
 METHODS = [None, "dense", "acp:rank=4", "powersgd:rank=4", "dist-ef-block", "dist-ef-block:momentum=0.9"]
@@ -38,21 +38,14 @@ def tensors(value: object) -> int:
     return sum(tensors(v) for v in value.values()) if isinstance(value, dict) else 0
 
 
-def measure(rank: int, workers: int, spec: str | None) -> tuple[int, int, int]:
+def measure(rank: int, workers: int, spec: str | None, messages: int | None) -> tuple[int, int, int]:
     torch.manual_seed(0)
-    one = torch.ones(8)  # the compiler's own memory is no method's
-    signs = kernels.encode_signs(one, 1, 8, 8)
-    kernels.decode_signs(*signs, 8, 8, one)
-    kernels.add_signs(*signs, 8, 8, one, 1.0, one)
-    matrix = torch.ones(8, 8)
-    P = kernels.product(matrix, matrix, 1.0, matrix[:, :4])
-    Q = kernels.transposed_product(matrix, matrix, 1.0, P)
-    kernels.subtract_product(matrix, matrix.clone(), 1.0, P, Q)
-    kernels.write_product(P, Q, matrix)
+    for each in filter(None, METHODS):  # the compiler's own memory is no method's
+        rehearse(tw.method(each), [torch.float32], torch.device("cpu"))
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     size = sum(p.numel() * p.element_size() for p in net.parameters())
     model = DDP(net, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
-    sync = tw.attach(model, spec) if spec else None
+    sync = tw.attach(model, spec, messages=messages) if spec else None
     for step in range(6):
         if step == 3:
             peak_memory(reset=True)
@@ -65,13 +58,14 @@ def measure(rank: int, workers: int, spec: str | None) -> tuple[int, int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--messages", type=int, help="at most so many a step; by default from latency and rate")
     args = parser.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that freed tensors leave the resident set
     print(f"{LAYERS} layers of {WIDTH} x {WIDTH}, buckets of {BUCKET_MB} MB, {args.workers} processes\n")
     print("| method | state, of the model | peak above DDP | scratch, in buckets |\n|---|---|---|---|")
     plain = 0
     for spec in METHODS:
-        size, state, peak = processes.run(measure, args.workers, spec)
+        size, state, peak = processes.run(measure, args.workers, spec, args.messages)
         plain = plain or peak
         scratch = (peak - plain - state) / (BUCKET_MB * 2**20)
         print(f"| `{spec or 'ddp'}` | {state / size:.2f}x | {(peak - plain) / size:.2f}x | {scratch:.1f} |", flush=True)

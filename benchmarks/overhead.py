@@ -65,7 +65,7 @@ class Alone:
 def share(workload: Workload, method: str, steps: int) -> tuple[float, float]:
     """Of the process's time that the engine's is, median over the steps; and the largest."""
     model = DDP(workload.model)
-    sync, hooks = Synchronizer(method), [0.0]
+    sync, hooks = Synchronizer(method, messages=1000), [0.0]
 
     def hook(state: Synchronizer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         start = time.thread_time()
