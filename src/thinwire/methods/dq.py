@@ -42,7 +42,7 @@ class DQ(Method):
     """QSGD with bits that rise towards the end of the run and fall with the gradient's norm; the whole gradient.
 
     Bytes: (W-1) d (budget/8 + 4/block), on average over the run
-    Use: runs of known length whose early errors fade. At equal bits it has not been shown to beat ``qsgd`` (results.md).
+    Use: runs of known length whose early errors fade. At equal bits it has not been shown to beat ``qsgd`` here.
     Avoid: many workers, as ``qsgd``; runs of unknown length.
     """
 
