@@ -61,6 +61,9 @@ class Alone:
     def gather_objects(self, mine: Any) -> list[Any]:
         return [mine] * self.world
 
+    def close(self) -> None:
+        pass
+
 
 def share(workload: Workload, method: str, steps: int) -> tuple[float, float]:
     """Of the process's time that the engine's is, median over the steps; and the largest."""

@@ -18,10 +18,14 @@ class Network:
     """Collectives that end when the test says so."""
 
     rank, world, device = 0, 2, torch.device("cpu")
+    closed = False
 
     def __init__(self):
         self.issued = []
         self.open = []
+
+    def close(self):
+        self.closed = True
 
     def start(self, collective):
         numbers = [int(x) for x in collective.buffer]
@@ -122,4 +126,6 @@ def test_a_step_is_cut_as_the_one_before_it():
             network.answer()
         until(lambda: len(finished) == 3 * (step + 1))  # noqa: B023
     assert network.issued == 2 * [[1, 2], [1, 2], 3, 3]
+    assert not network.closed
     engine.close()
+    assert network.closed

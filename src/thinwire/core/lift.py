@@ -145,21 +145,23 @@ class TwoWay(Method):
         return TwoWayState(x.new_zeros(_chunk_sizes(x.numel(), ctx.world)[ctx.rank]))
 
     def reduce(self, x: Tensor | Sum, state: TwoWayState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
-        C, W, columns = self.compressor, ctx.world, _chunk_sizes(x.numel(), ctx.world)[0]
-        pushed = C.encode(x.flatten(), W, columns)
+        C, columns = self.compressor, _chunk_sizes(x.numel(), ctx.world)[0]
+        pushed = C.encode(x.flatten(), ctx.world, columns)
         received = yield AllToAll(pushed)
 
         ratio, e = bounded_ratio(ctx, self.max_ratio), state.server_error
-        a = torch.empty_like(e)
-        C.add(received, columns, e if ratio == 1 else e * ratio, 1 / W, out=a, stacked=True)
-        answer = C.encode(a, 1, columns)
+        # made twice, since the error must outlive a step that goes wrong, and a copy kept until then is 1/W of a model
+        answer = C.encode(self._served(received, columns, e, ratio, torch.empty_like(e)), 1, columns)
         pulled = yield AllGather(type(answer)(*(t[0] for t in answer)))
 
-        out = Reduced(Decoded(C, pulled, columns), sent=Decoded(C, pushed, columns))
-        if ctx.lr == 0:
-            return out, state
-        C.add(answer, columns, a, -1.0, out=a)
-        return out, TwoWayState(a)
+        if ctx.lr != 0 and C.finite(pulled):
+            C.add(answer, columns, self._served(received, columns, e, ratio, e), -1.0, out=e)
+        return Reduced(Decoded(C, pulled, columns), sent=Decoded(C, pushed, columns)), state
+
+    def _served(self, received: Payload, columns: int, e: Tensor, ratio: float, out: Tensor) -> Tensor:
+        scaled = e if ratio == 1 else torch.mul(e, ratio, out=out)
+        self.compressor.add(received, columns, scaled, 1 / len(received[0]), out=out, stacked=True)
+        return out
 
     def withheld(self, x: Tensor, state: TwoWayState, ctx: Context) -> Tensor:
         sizes = _chunk_sizes(x.numel(), ctx.world)

@@ -111,6 +111,8 @@ class Engine:
         self._events.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
+            if not self._thread.is_alive():
+                self.transport.close()
 
     def _run(self) -> None:
         with torch.no_grad(), self._on_stream():

@@ -141,6 +141,10 @@ class Transport:
         dist.all_gather_object(everybody, mine, group=self._group)
         return everybody
 
+    def close(self) -> None:
+        """Let go of the group: with its last holder gloo's threads end, before the interpreter does."""
+        self.__dict__.pop("_group", None)
+
     def report_failure(self, message: str) -> str:
         """Leave the reason where the others look for it, then break off, so that nobody waits for this worker.
 
@@ -154,7 +158,7 @@ class Transport:
         self._group.abort()
         # gloo closes its connections, by which the others know, only when nobody holds the group any more
         dist.destroy_process_group(self._group)
-        del self._group
+        self.close()
         return reasons[-1]
 
     def _leave_reason(self, reasons: list[str]) -> None:
