@@ -34,7 +34,8 @@ def product(x: Tensor, error: Tensor, ratio: float, Q: Tensor) -> Tensor:
 def transposed_product(x: Tensor, error: Tensor, ratio: float, P: Tensor) -> Tensor:
     r = P.shape[1]
     rows = error.new_zeros(r + -r % 4, x.shape[1])
-    _transposed_product(_flat(x), _flat(error), _ratio(ratio, error), _flat(_filled(P)), _flat(rows), *_sizes(rows))
+    m, filled, _ = _sizes(rows)
+    _transposed_product(_flat(x), _flat(error), _ratio(ratio, error), _flat(_filled(P)), _flat(rows), m, filled)
     return rows[:r].mT.contiguous()
 
 
@@ -154,18 +155,23 @@ def _dots_of_four(
 
 
 @compiled
+def _four(P: Array, at: Any) -> Any:
+    return P[at], P[at + U(1)], P[at + U(2)], P[at + U(3)]
+
+
+@compiled
 def _put(P: Array, to: Any, a0: Any, a1: Any, a2: Any, a3: Any) -> None:
     P[to], P[to + U(1)], P[to + U(2)], P[to + U(3)] = a0, a1, a2, a3
 
 
 @compiled
-def _transposed_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, m: Any, r: Any, shared: bool) -> None:
+def _transposed_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, m: Any, r: Any) -> None:
     m, r = U(m), U(r)
     n = U(len(x)) // m
-    even = n - n % U(2) if shared else U(0)
-    for i in range(U(0), even, U(2)):
+    even = n - n % U(4)
+    for i in range(U(0), even, U(4)):
         for k in range(U(0), r, U(4)):
-            _add_two_rows(x, e, ratio, i * m, P, i * r + k, r, q, k * m, m)
+            _add_four_rows(x, e, ratio, i * m, P, i * r + k, r, q, k * m, m)
     for i in range(even, n):
         for k in range(U(0), r, U(4)):
             _add_row(x, e, ratio, i * m, P, i * r + k, q, k * m, m)
@@ -174,7 +180,7 @@ def _transposed_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, m: A
 @compiled
 def _add_row(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, q: Array, k0: Any, m: Any) -> None:
     k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
-    a0, a1, a2, a3 = P[to], P[to + U(1)], P[to + U(2)], P[to + U(3)]
+    a0, a1, a2, a3 = _four(P, to)
     for j in range(m):
         a = _wide(x[at + j]) + ratio * e[at + j]
         q[k0 + j] += a0 * a
@@ -184,31 +190,36 @@ def _add_row(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, q: Arra
 
 
 @compiled
-def _add_two_rows(
+def _add_four_rows(
     x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, r: Any, q: Array, k0: Any, m: Any
 ) -> None:
-    k1, k2, k3, bt, bo = k0 + m, k0 + U(2) * m, k0 + U(3) * m, at + m, to + r
-    a0, a1, a2, a3 = P[to], P[to + U(1)], P[to + U(2)], P[to + U(3)]
-    b0, b1, b2, b3 = P[bo], P[bo + U(1)], P[bo + U(2)], P[bo + U(3)]
+    k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
+    bt, ct, dt = at + m, at + U(2) * m, at + U(3) * m
+    a0, a1, a2, a3 = _four(P, to)
+    b0, b1, b2, b3 = _four(P, to + r)
+    c0, c1, c2, c3 = _four(P, to + U(2) * r)
+    d0, d1, d2, d3 = _four(P, to + U(3) * r)
     for j in range(m):
         a = _wide(x[at + j]) + ratio * e[at + j]
         b = _wide(x[bt + j]) + ratio * e[bt + j]
-        q[k0 + j] += a0 * a + b0 * b
-        q[k1 + j] += a1 * a + b1 * b
-        q[k2 + j] += a2 * a + b2 * b
-        q[k3 + j] += a3 * a + b3 * b
+        c = _wide(x[ct + j]) + ratio * e[ct + j]
+        d = _wide(x[dt + j]) + ratio * e[dt + j]
+        q[k0 + j] += a0 * a + b0 * b + (c0 * c + d0 * d)
+        q[k1 + j] += a1 * a + b1 * b + (c1 * c + d1 * d)
+        q[k2 + j] += a2 * a + b2 * b + (c2 * c + d2 * d)
+        q[k3 + j] += a3 * a + b3 * b + (c3 * c + d3 * d)
 
 
 @compiled
 def _subtract_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, m: Any, r: Any, shared: bool) -> None:
     m, r = U(m), U(r)
     n = U(len(x)) // m
-    even = n - n % U(2) if shared else U(0)
-    for i in range(U(0), even, U(2)):
-        _subtract_two_rows(x, e, ratio, i * m, P, i * r, r, q, m)
-        for k in range(U(4), r, U(4)):
-            _add_to_row(e, i * m, P, i * r + k, q, k * m, m, -1)
-            _add_to_row(e, i * m + m, P, i * r + r + k, q, k * m, m, -1)
+    even = n - n % U(4) if shared else U(0)
+    for i in range(U(0), even, U(4)):
+        _subtract_four_rows(x, e, ratio, i * m, P, i * r, r, q, m)
+        for h in range(i, i + U(4) if r > U(4) else i):
+            for k in range(U(4), r, U(4)):
+                _add_to_row(e, h * m, P, h * r + k, q, k * m, m, -1)
     for i in range(even, n):
         _subtract_row(x, e, ratio, i * m, P, i * r, q, m)
         for k in range(U(4), r, U(4)):
@@ -218,21 +229,25 @@ def _subtract_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, m: Any
 @compiled
 def _subtract_row(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, q: Array, m: Any) -> None:
     k1, k2, k3 = m, U(2) * m, U(3) * m
-    a0, a1, a2, a3 = P[to], P[to + U(1)], P[to + U(2)], P[to + U(3)]
+    a0, a1, a2, a3 = _four(P, to)
     for j in range(m):
         sent = a0 * q[j] + a1 * q[k1 + j] + (a2 * q[k2 + j] + a3 * q[k3 + j])
         e[at + j] = _wide(x[at + j]) + ratio * e[at + j] - sent
 
 
 @compiled
-def _subtract_two_rows(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, r: Any, q: Array, m: Any) -> None:
-    k1, k2, k3, bt, bo = m, U(2) * m, U(3) * m, at + m, to + r
-    a0, a1, a2, a3 = P[to], P[to + U(1)], P[to + U(2)], P[to + U(3)]
-    b0, b1, b2, b3 = P[bo], P[bo + U(1)], P[bo + U(2)], P[bo + U(3)]
+def _subtract_four_rows(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, r: Any, q: Array, m: Any) -> None:
+    k1, k2, k3, bt, ct, dt = m, U(2) * m, U(3) * m, at + m, at + U(2) * m, at + U(3) * m
+    a0, a1, a2, a3 = _four(P, to)
+    b0, b1, b2, b3 = _four(P, to + r)
+    c0, c1, c2, c3 = _four(P, to + U(2) * r)
+    d0, d1, d2, d3 = _four(P, to + U(3) * r)
     for j in range(m):
         q0, q1, q2, q3 = q[j], q[k1 + j], q[k2 + j], q[k3 + j]
         e[at + j] = _wide(x[at + j]) + ratio * e[at + j] - (a0 * q0 + a1 * q1 + (a2 * q2 + a3 * q3))
         e[bt + j] = _wide(x[bt + j]) + ratio * e[bt + j] - (b0 * q0 + b1 * q1 + (b2 * q2 + b3 * q3))
+        e[ct + j] = _wide(x[ct + j]) + ratio * e[ct + j] - (c0 * q0 + c1 * q1 + (c2 * q2 + c3 * q3))
+        e[dt + j] = _wide(x[dt + j]) + ratio * e[dt + j] - (d0 * q0 + d1 * q1 + (d2 * q2 + d3 * q3))
 
 
 @compiled
@@ -251,9 +266,9 @@ def _write_product(P: Array, q: Array, out: Array, m: Any, r: Any, shared: bool)
 
 @compiled
 def _write_two_rows(out: Array, at: Any, P: Array, to: Any, r: Any, q: Array, m: Any) -> None:
-    k1, k2, k3, bt, bo = m, U(2) * m, U(3) * m, at + m, to + r
-    a0, a1, a2, a3 = P[to], P[to + U(1)], P[to + U(2)], P[to + U(3)]
-    b0, b1, b2, b3 = P[bo], P[bo + U(1)], P[bo + U(2)], P[bo + U(3)]
+    k1, k2, k3, bt = m, U(2) * m, U(3) * m, at + m
+    a0, a1, a2, a3 = _four(P, to)
+    b0, b1, b2, b3 = _four(P, to + r)
     for j in range(m):
         q0, q1, q2, q3 = q[j], q[k1 + j], q[k2 + j], q[k3 + j]
         out[at + j] = a0 * q0 + a1 * q1 + (a2 * q2 + a3 * q3)
@@ -263,7 +278,7 @@ def _write_two_rows(out: Array, at: Any, P: Array, to: Any, r: Any, q: Array, m:
 @compiled
 def _write_row(out: Array, at: Any, P: Array, to: Any, q: Array, m: Any) -> None:
     k1, k2, k3 = m, U(2) * m, U(3) * m
-    a0, a1, a2, a3 = P[to], P[to + U(1)], P[to + U(2)], P[to + U(3)]
+    a0, a1, a2, a3 = _four(P, to)
     for j in range(m):
         out[at + j] = a0 * q[j] + a1 * q[k1 + j] + (a2 * q[k2 + j] + a3 * q[k3 + j])
 
@@ -271,9 +286,9 @@ def _write_row(out: Array, at: Any, P: Array, to: Any, q: Array, m: Any) -> None
 @compiled
 def _add_to_row(out: Array, at: Any, P: Array, to: Any, q: Array, k0: Any, m: Any, alpha: Any) -> None:
     k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
-    a0, a1, a2, a3 = alpha * P[to], alpha * P[to + U(1)], alpha * P[to + U(2)], alpha * P[to + U(3)]
+    a0, a1, a2, a3 = _four(P, to)
     for j in range(m):
-        out[at + j] += a0 * q[k0 + j] + a1 * q[k1 + j] + (a2 * q[k2 + j] + a3 * q[k3 + j])
+        out[at + j] += alpha * (a0 * q[k0 + j] + a1 * q[k1 + j] + (a2 * q[k2 + j] + a3 * q[k3 + j]))
 
 
 @compiled
