@@ -122,7 +122,7 @@ interfaces = sorted(name for _, name in socket.if_nameindex())
 print(json.dumps({
     **{name: os.environ[name] for name in names}, "interfaces": interfaces, "gloo": os.environ["GLOO_SOCKET_IFNAME"],
     "cwd": os.getcwd(), "own": os.environ["OWN"], "input": sys.stdin.read(),
-    "host0": socket.gethostbyname("host0"), "back": socket.gethostbyaddr(os.environ["MASTER_ADDR"])[0],
+    "cores": sorted(os.sched_getaffinity(0)), "host0": socket.gethostbyname("host0"), "back": socket.gethostbyaddr(os.environ["MASTER_ADDR"])[0],
 }))
 """
 
@@ -140,9 +140,24 @@ def test_every_process_is_told_what_torchrun_would_tell_it():
     ]
     for fact in facts:
         assert (fact["WORLD_SIZE"], fact["LOCAL_WORLD_SIZE"]) == ("4", "2")
+        assert fact["cores"] == lab.runner.cores(int(fact["GROUP_RANK"]), 2)
         assert fact["interfaces"] == sorted(["lo", fact["gloo"]])
         assert fact["MASTER_ADDR"] == fact["host0"] and fact["back"] == "host0"
         assert (fact["cwd"], fact["own"], fact["input"]) == (os.getcwd(), "kept", "")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "machine", "shares"),
+    [
+        (4, {0, 1}, [[0], [1], [0], [1]]),
+        (2, {3, 5, 8, 9}, [[3, 5], [8, 9]]),
+        (3, {0, 1}, [[0, 1], [0, 1], [0, 1]]),
+        (2, {0, 1, 2}, [[0], [1]]),
+    ],
+)
+def test_every_host_has_as_much_of_the_machine(hosts, machine, shares, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: machine)
+    assert [lab.runner.cores(host, hosts) for host in range(hosts)] == shares
 
 
 @needs_a_lab

@@ -149,6 +149,7 @@ def start(rank: dict[str, Any], command: list[str], namespace: int) -> int:
         return pid
     try:
         go_to(namespace)
+        os.sched_setaffinity(0, rank["cores"])
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(rank["pipe"], 1)

@@ -82,6 +82,19 @@ def environment(cluster: Cluster, rank: int, env: Mapping[str, str]) -> dict[str
     }
 
 
+def cores(host: int, hosts: int) -> list[int]:
+    """A host's own, or those that it shares with as many others as any; all of them where that does not come out even.
+
+    Left to the scheduler, a host may be alone on a core while three others share one, and whoever keeps in step with
+    all waits for those.
+    """
+    machine = sorted(os.sched_getaffinity(0))
+    if hosts % len(machine) == 0:
+        return [machine[host % len(machine)]]
+    share = len(machine) // hosts
+    return machine[host * share : (host + 1) * share] if share else machine
+
+
 def _run(cluster: Cluster, command: Sequence[str], on_line: Listener, env: Mapping[str, str]) -> tuple[str, int]:
     """What the lab had to complain about, if it was not to be, and its exit code."""
     with _Output(cluster, on_line) as output:
@@ -94,7 +107,12 @@ def _run(cluster: Cluster, command: Sequence[str], on_line: Listener, env: Mappi
             "build": [asdict(step) for step in network.build(cluster)],
             "events": [(at, [asdict(step) for step in steps]) for at, steps in network.schedule(cluster)],
             "ranks": [
-                {"host": rank // cluster.per_host, "pipe": pipe, "env": environment(cluster, rank, env)}
+                {
+                    "host": rank // cluster.per_host,
+                    "pipe": pipe,
+                    "cores": cores(rank // cluster.per_host, len(cluster.links)),
+                    "env": environment(cluster, rank, env),
+                }
                 for rank, pipe in enumerate(output.writers)
             ],
         }

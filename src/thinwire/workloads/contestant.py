@@ -68,7 +68,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step took and gave; loss and wire bytes are means over the workers, the rest is this worker's."""
+    """What one step took and gave; loss, seconds and wire bytes are means over the workers, the rest this worker's.
+
+    Workers that wait for each other take the same time. Of those that train alone, one may have more of the machine.
+    """
 
     loss: float
     seconds: float
@@ -104,12 +107,12 @@ class Contestant:
             wire = now
             self._at += 1
             report(loss, seconds)
-        shared = torch.tensor([[row[0], row[2]] for row in rows], dtype=torch.float64)
+        shared = torch.tensor([row[:3] for row in rows], dtype=torch.float64)
         dist.all_reduce(shared)
         return [
             Step(
                 loss / world,
-                seconds,
+                seconds / world,
                 wire / world,
                 now.bytes_sent - before.bytes_sent,
                 now.bytes_dense - before.bytes_dense,
@@ -117,7 +120,7 @@ class Contestant:
                 now.seconds_exposed - before.seconds_exposed,
                 now.seconds_compressing - before.seconds_compressing,
             )
-            for (loss, wire), (_, seconds, _, before, now) in zip(shared.tolist(), rows, strict=True)
+            for (loss, seconds, wire), (*_, before, now) in zip(shared.tolist(), rows, strict=True)
         ]
 
     def reached(self, target: float) -> int | None:

@@ -19,7 +19,7 @@ from thinwire.runtime.telemetry import Telemetry
 from thinwire.workloads import Workload
 from thinwire.workloads.optimizers import Recipe
 
-BUCKET_MB = 8
+BUCKET_MB = 4
 """Of DDP's buckets: less than its 25, so that more of a compressed exchange finds backward still running."""
 TAIL = 20
 """Steps over which the final training loss is averaged."""

@@ -18,8 +18,9 @@ from torch.nn.functional import pad
 
 Array = np.ndarray[Any, Any]
 U = np.uintp
-NEAR = 24 << 10
-"""Bytes of a factor that stay in the nearest cache while the matrix streams by; a larger one serves several rows."""
+LONG = 4096
+"""Bytes of a row from which four rows share a reading of the factor: it no longer stays in the nearest cache while the
+matrix streams by. Shorter rows, four at a time, would hide from the machine that memory is read in order."""
 # any order of additions, and multiply-add in one rounding: a matrix product promises neither
 compiled = njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})
 
@@ -34,8 +35,7 @@ def product(x: Tensor, error: Tensor, ratio: float, Q: Tensor) -> Tensor:
 def transposed_product(x: Tensor, error: Tensor, ratio: float, P: Tensor) -> Tensor:
     r = P.shape[1]
     rows = error.new_zeros(r + -r % 4, x.shape[1])
-    m, filled, _ = _sizes(rows)
-    _transposed_product(_flat(x), _flat(error), _ratio(ratio, error), _flat(_filled(P)), _flat(rows), m, filled)
+    _transposed_product(_flat(x), _flat(error), _ratio(ratio, error), _flat(_filled(P)), _flat(rows), *_sizes(rows))
     return rows[:r].mT.contiguous()
 
 
@@ -67,9 +67,9 @@ def _ratio(ratio: float, error: Tensor) -> Any:
 
 
 def _sizes(rows: Tensor) -> tuple[int, int, bool]:
-    """m, the filled rank, and whether several rows of the matrix are to share a reading of the factor."""
+    """m, the filled rank, and whether four rows of the matrix are to share a reading of the factor."""
     r, m = rows.shape
-    return m, r, r * m * rows.element_size() > NEAR
+    return m, r, m * rows.element_size() >= LONG
 
 
 def _flat(x: Tensor) -> Array:
@@ -165,10 +165,10 @@ def _put(P: Array, to: Any, a0: Any, a1: Any, a2: Any, a3: Any) -> None:
 
 
 @compiled
-def _transposed_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, m: Any, r: Any) -> None:
+def _transposed_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, m: Any, r: Any, shared: bool) -> None:
     m, r = U(m), U(r)
     n = U(len(x)) // m
-    even = n - n % U(4)
+    even = n - n % U(4) if shared else U(0)
     for i in range(U(0), even, U(4)):
         for k in range(U(0), r, U(4)):
             _add_four_rows(x, e, ratio, i * m, P, i * r + k, r, q, k * m, m)
