@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
 from benchmarks import pictures, processes
-from thinwire.runtime.synchronizer import Bucket, Part
+from thinwire.runtime.buckets import Bucket, Part
 from thinwire.runtime.transport import Transport
 from thinwire.workloads import load
 from thinwire.workloads.wire import quiet_counter

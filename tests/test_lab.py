@@ -122,7 +122,8 @@ interfaces = sorted(name for _, name in socket.if_nameindex())
 print(json.dumps({
     **{name: os.environ[name] for name in names}, "interfaces": interfaces, "gloo": os.environ["GLOO_SOCKET_IFNAME"],
     "cwd": os.getcwd(), "own": os.environ["OWN"], "input": sys.stdin.read(),
-    "cores": sorted(os.sched_getaffinity(0)), "host0": socket.gethostbyname("host0"), "back": socket.gethostbyaddr(os.environ["MASTER_ADDR"])[0],
+    "cores": sorted(os.sched_getaffinity(0)),
+    "host0": socket.gethostbyname("host0"), "back": socket.gethostbyaddr(os.environ["MASTER_ADDR"])[0],
 }))
 """
 

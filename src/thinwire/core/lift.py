@@ -36,9 +36,8 @@ class Identity:
         out.copy_(payload.values.flatten()[: len(out)])
 
     def add(self, payload: Raw, columns: int, base: Tensor, alpha: float, out: Tensor, stacked: bool = False) -> None:
-        for row in payload.values if stacked else payload.values.view(1, -1):
-            torch.add(base, row[: len(out)], alpha=alpha, out=out)
-            base = out
+        values = payload.values.sum(0, dtype=out.dtype) if stacked else payload.values.view(-1)
+        torch.add(base, values[: out.numel()], alpha=alpha, out=out)
 
     def finite(self, payload: Raw) -> bool:
         return finite(payload.values)
@@ -154,9 +153,11 @@ class TwoWay(Method):
         answer = C.encode(self._served(received, columns, e, ratio, torch.empty_like(e)), 1, columns)
         pulled = yield AllGather(type(answer)(*(t[0] for t in answer)))
 
-        if ctx.lr != 0 and C.finite(pulled):
-            C.add(answer, columns, self._served(received, columns, e, ratio, e), -1.0, out=e)
-        return Reduced(Decoded(C, pulled, columns), sent=Decoded(C, pushed, columns)), state
+        out = Reduced(Decoded(C, pulled, columns), sent=Decoded(C, pushed, columns))
+        if ctx.lr == 0 or not C.finite(pulled):
+            return out, state
+        C.add(answer, columns, self._served(received, columns, e, ratio, e), -1.0, out=e)
+        return out, TwoWayState(e)
 
     def _served(self, received: Payload, columns: int, e: Tensor, ratio: float, out: Tensor) -> Tensor:
         scaled = e if ratio == 1 else torch.mul(e, ratio, out=out)

@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.core.method import Averager, Method, Owner
 from thinwire.registry import Recipe
-from thinwire.runtime.synchronizer import Bucket, Part, Synchronizer
+from thinwire.runtime.buckets import Bucket, Part
+from thinwire.runtime.synchronizer import Synchronizer
 from thinwire.runtime.transport import Transport
 
 

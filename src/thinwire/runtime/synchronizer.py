@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from thinwire.core.requests import Exchange
 from thinwire.core.value import Value, made, write
 from thinwire.errors import ExchangeError
 from thinwire.registry import Recipe, resolve
+from thinwire.runtime.buckets import Bucket, Part, packed
 from thinwire.runtime.engine import Engine, Job, Results
 from thinwire.runtime.ledger import WHOLE, Ledger
 from thinwire.runtime.messages import share as message_share
@@ -27,26 +28,6 @@ from thinwire.runtime.telemetry import Telemetry
 from thinwire.runtime.transport import Transport
 
 log = logging.getLogger("thinwire")
-
-BUCKET = 25 << 20
-"""Bytes after which tensors that an optimizer averages go into another bucket, as DDP's do."""
-
-
-class Part(NamedTuple):
-    """One parameter's gradient in a bucket."""
-
-    name: str
-    parameter: Tensor
-    grad: Tensor
-
-
-class Bucket(NamedTuple):
-    """What DDP hands over, with names in place of indices."""
-
-    number: int
-    parts: list[Part]
-    buffer: Tensor
-    last: bool
 
 
 class Synchronizer:
@@ -145,7 +126,7 @@ class Synchronizer:
         with_buffers = self._averages_buffers and method is None
         plain = [*exact, *(b for b in self.buffers() if with_buffers and b.is_floating_point())]
         futures = [self._submit_exact(plain, last=not tensors)] if plain else []
-        buckets = _buckets([Part(self.ledger.names[parameter], parameter, x) for parameter, x in tensors.items()])
+        buckets = packed([Part(self.ledger.names[parameter], parameter, x) for parameter, x in tensors.items()])
         futures += [self._submit(bucket, method) for bucket in buckets]
         for future in futures:
             future.wait()
@@ -324,23 +305,6 @@ class Synchronizer:
         if self._engine is None:
             raise ValueError("this synchronizer is not attached to a model yet")
         return self._engine.transport.rank, self._engine.transport.world
-
-
-def _buckets(parts: Sequence[Part]) -> list[Bucket]:
-    """Tensors copied end to end; several buckets, so that one is compressed while another travels."""
-    cut: list[list[Part]] = []
-    for part in parts:
-        full = cut and sum(p.grad.nbytes for p in cut[-1]) + part.grad.nbytes > BUCKET
-        if not cut or full or cut[-1][0].grad.dtype != part.grad.dtype:
-            cut.append([])
-        cut[-1].append(part)
-    buckets = []
-    for number, group in enumerate(cut):
-        buffer = torch.cat([part.grad.flatten() for part in group])
-        views = torch.split(buffer, [part.grad.numel() for part in group])
-        copied = [part._replace(grad=view.view_as(part.grad)) for part, view in zip(group, views, strict=True)]
-        buckets.append(Bucket(number, copied, buffer, last=number == len(cut) - 1))
-    return buckets
 
 
 def _unwrap(future: Future[Any]) -> Any:

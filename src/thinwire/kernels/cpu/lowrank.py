@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 from torch import Tensor
 from torch.nn.functional import pad
 
-Array = np.ndarray[Any, Any]
+from thinwire.kernels.cpu.orthogonal import Array, compiled
+from thinwire.kernels.cpu.orthogonal import orthogonalize as orthogonalize
+
 U = np.uintp
 LONG = 4096
 """Bytes of a row from which four rows share a reading of the factor: it no longer stays in the nearest cache while the
 matrix streams by. Shorter rows, four at a time, would hide from the machine that memory is read in order."""
-# any order of additions, and multiply-add in one rounding: a matrix product promises neither
-compiled = njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})
 
 
 def product(x: Tensor, error: Tensor, ratio: float, Q: Tensor) -> Tensor:
@@ -49,12 +49,6 @@ def write_product(P: Tensor, Q: Tensor, out: Tensor) -> None:
     assert out.is_contiguous()
     rows = _filled(Q).mT.contiguous()
     _write_product(_flat(_filled(P)), _flat(rows), _flat(out), *_sizes(rows))
-
-
-def orthogonalize(P: Tensor) -> Tensor:
-    columns = P.mT.clone(memory_format=torch.contiguous_format)
-    _orthogonalize(columns.numpy())
-    return columns.mT.contiguous()
 
 
 def _filled(factor: Tensor) -> Tensor:
@@ -289,51 +283,3 @@ def _add_to_row(out: Array, at: Any, P: Array, to: Any, q: Array, k0: Any, m: An
     a0, a1, a2, a3 = _four(P, to)
     for j in range(m):
         out[at + j] += alpha * (a0 * q[k0 + j] + a1 * q[k1 + j] + (a2 * q[k2 + j] + a3 * q[k3 + j]))
-
-
-@compiled
-def _orthogonalize(stack: Array) -> None:
-    """Gram-Schmidt twice over, by which what is left of a column is orthogonal to those before it, up to rounding."""
-    for b in range(stack.shape[0]):
-        columns = stack[b]
-        for k in range(columns.shape[0]):
-            own = columns[k]
-            most = np.abs(own).max()
-            if most > 0:
-                own /= most
-            once = _project(columns, k)
-            twice = _project(columns, k)
-            unit = 0
-            while once == 0 or twice < 0.5 * once:  # nothing is left but rounding: any other direction will do
-                own[:] = 0
-                own[unit] = 1
-                once = max(_project(columns, k), 1 / np.sqrt(len(own)))  # some axis has that much left
-                twice = _project(columns, k)
-                unit += 1
-            own /= twice
-
-
-@compiled
-def _project(columns: Array, k: int) -> Any:
-    """Column k without its parts along the columns before it, all found at once; its norm."""
-    own = columns[k]
-    parts = np.empty(k, columns.dtype)
-    for i in range(k):
-        parts[i] = _dot(columns[i], own)
-    for i in range(k):
-        _add_scaled(own, -parts[i], columns[i])
-    return np.sqrt(_dot(own, own))
-
-
-@compiled
-def _dot(a: Array, b: Array) -> float:
-    total = 0.0
-    for j in range(len(a)):
-        total += a[j] * b[j]
-    return total
-
-
-@compiled
-def _add_scaled(out: Array, alpha: Any, a: Array) -> None:
-    for j in range(len(out)):
-        out[j] += alpha * a[j]

@@ -1,0 +1,68 @@
+"""Orthonormal columns on the CPU: those of a factor are few, so that Gram-Schmidt is all that is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+Array = np.ndarray[Any, Any]
+# any order of additions, and multiply-add in one rounding: a matrix product promises neither
+compiled = njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})
+
+
+def orthogonalize(P: Tensor) -> Tensor:
+    columns = P.mT.clone(memory_format=torch.contiguous_format)
+    _orthogonalize(columns.numpy())
+    return columns.mT.contiguous()
+
+
+@compiled
+def _orthogonalize(stack: Array) -> None:
+    """Gram-Schmidt twice over, by which what is left of a column is orthogonal to those before it, up to rounding."""
+    for b in range(stack.shape[0]):
+        columns = stack[b]
+        for k in range(columns.shape[0]):
+            own = columns[k]
+            most = np.abs(own).max()
+            if most > 0:
+                own /= most
+            once = _project(columns, k)
+            twice = _project(columns, k)
+            unit = 0
+            while once == 0 or twice < 0.5 * once:  # nothing is left but rounding: any other direction will do
+                own[:] = 0
+                own[unit] = 1
+                once = max(_project(columns, k), 1 / np.sqrt(len(own)))  # some axis has that much left
+                twice = _project(columns, k)
+                unit += 1
+            own /= twice
+
+
+@compiled
+def _project(columns: Array, k: int) -> Any:
+    """Column k without its parts along the columns before it, all found at once; its norm."""
+    own = columns[k]
+    parts = np.empty(k, columns.dtype)
+    for i in range(k):
+        parts[i] = _dot(columns[i], own)
+    for i in range(k):
+        _add_scaled(own, -parts[i], columns[i])
+    return np.sqrt(_dot(own, own))
+
+
+@compiled
+def _dot(a: Array, b: Array) -> float:
+    total = 0.0
+    for j in range(len(a)):
+        total += a[j] * b[j]
+    return total
+
+
+@compiled
+def _add_scaled(out: Array, alpha: Any, a: Array) -> None:
+    for j in range(len(out)):
+        out[j] += alpha * a[j]
