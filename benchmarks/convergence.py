@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 LM, IMAGE = "lm:layers=2,width=128", "image:width=8"
-ADAM, SGD, IMAGE_SGD, IMAGE_ADAM = [2e-3, 4e-3, 8e-3], [0.2, 0.4, 0.8], [0.1, 0.2, 0.4], [2e-3, 4e-3, 8e-3]
+ADAM, SGD = [4e-3, 8e-3, 16e-3], [0.2, 0.4, 0.8]
+IMAGE_ADAM = [8e-3, 16e-3, 32e-3]
 RANK = 16
 """The largest power of two at which ACP sends ten times less than dense on that model; Power-SGD has half of it."""
 
@@ -62,9 +63,9 @@ def rank_entries(steps: int) -> list[Entry]:
 
 def image_entries(steps: int) -> list[Entry]:
     return [
-        Entry("sgd", IMAGE_SGD),
+        Entry("sgd", SGD),
         *(Entry(f"sgd+{method}", [], "sgd", like="sgd") for method in ("acp:rank=4", "powersgd:rank=4")),
-        Entry("dist-ef-sgdm", IMAGE_SGD, "sgd"),
+        Entry("dist-ef-sgdm", SGD, "sgd"),
         Entry("adam", IMAGE_ADAM),
         Entry(apm(steps), [], "adam", like="adam"),
     ]
@@ -130,7 +131,7 @@ def main() -> None:
     parser.add_argument("--only", help="which of lm-adam, lm-sgd, text-adam, text-sgd, rank, image")
     parser.add_argument("--lm", default=LM, help="the language model's workload")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--lm-steps", type=int, default=800)
+    parser.add_argument("--lm-steps", type=int, default=600)
     parser.add_argument("--sgd-steps", type=int, default=600)
     parser.add_argument("--image-steps", type=int, default=500)
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
