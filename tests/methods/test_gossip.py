@@ -17,7 +17,7 @@ from tests.methods.test_dist_ef_sgdm import assert_same_parameters, loss_of, net
 from tests.methods.test_slowmo import ADAM, BATCH_NORM, PLAIN, SGD, Replicas
 from thinwire.optim import BMUF, Gossip, LocalSGD, SlowMo
 from thinwire.optim.gossip import Mixing
-from thinwire.runtime import synchronizer
+from thinwire.runtime import buckets
 from thinwire.workloads.training import _mean
 
 torch.set_num_threads(1)
@@ -166,7 +166,7 @@ class Case:
     slow: Any = None
     options: dict[str, Any] = field(default_factory=dict)
     steps: int = 8
-    bucket: int = synchronizer.BUCKET
+    bucket: int = buckets.SIZE
 
     def optimizer(self, parameters):
         kind, options = self.base
@@ -194,7 +194,7 @@ CASES = {
 
 
 def attached(case, module):
-    synchronizer.BUCKET = case.bucket
+    buckets.SIZE = case.bucket
     model = DDP(module, bucket_cap_mb=0.0005)
     opt = case.optimizer(model.parameters())
     return model, opt, tw.attach(model, opt)

@@ -14,7 +14,7 @@ import thinwire as tw
 from tests import workers
 from tests.methods.test_dist_ef_sgdm import assert_same_parameters, loss_of, network, parameters_of
 from thinwire.optim import SlowMo
-from thinwire.runtime import synchronizer
+from thinwire.runtime import buckets
 
 torch.set_num_threads(1)
 
@@ -30,7 +30,7 @@ class Case:
     base: tuple[Any, dict[str, Any]] = SGD
     world: int = 2
     kind: Any = SlowMo
-    bucket: int = synchronizer.BUCKET
+    bucket: int = buckets.SIZE
 
     def optimizer(self, parameters):
         kind, options = self.base
@@ -75,7 +75,7 @@ def spied(opt):
 
 
 def run_case(rank, case):
-    synchronizer.BUCKET = case.bucket
+    buckets.SIZE = case.bucket
     model = DDP(network(), bucket_cap_mb=0.0005)
     opt = case.optimizer(model.parameters())
     sync = tw.attach(model, opt, messages=1000)  # one for each bucket
