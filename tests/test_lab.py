@@ -17,7 +17,7 @@ from tests.labs import PYTHON, needs_a_lab, output
 from tests.test_cli import thinwire
 from thinwire import lab
 from thinwire.cli import main
-from thinwire.lab import check, network, permission
+from thinwire.lab import check, network, permission, runner
 from thinwire.lab.links import Event, Link
 
 
@@ -83,6 +83,24 @@ def test_bad_input_is_one_line_and_code_two(arguments, words, monkeypatch, capsy
 
 def test_help_ends_with_examples():
     assert "thinwire lab --check" in thinwire("lab", "--help").stdout.split("Examples:")[1]
+
+
+@needs_a_lab
+def test_a_job_waits_for_a_switch_that_is_slow_to_start(tmp_path, monkeypatch):
+    slow = tmp_path / "slow.py"
+    slow.write_text(f"import runpy, time\ntime.sleep(1)\nrunpy.run_path({str(runner.SWITCH)!r}, run_name='__main__')\n")
+    monkeypatch.setattr(runner, "SWITCH", slow)
+    begun = time.monotonic()
+    assert lab.missing() is None
+    assert time.monotonic() - begun > 1
+
+
+@needs_a_lab
+def test_a_switch_that_cannot_listen_is_said_to_be_so(tmp_path, monkeypatch):
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise SystemExit('no packet sockets')")
+    monkeypatch.setattr(runner, "SWITCH", broken)
+    assert "no packet sockets the switch could not listen" in lab.missing()
 
 
 @pytest.mark.parametrize("switch", permission.SWITCHES, ids=lambda switch: switch[0])

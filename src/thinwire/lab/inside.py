@@ -134,9 +134,13 @@ class Network:
             raise Refused(f"{tool}: {' '.join(done.stderr.split())}")
 
     def _tell(self, lines: list[str]) -> None:
-        """To the switch, which starts with the first word to it, when its ports are there."""
+        """To the switch, which starts with the first word to it, when its ports are there, and says that it listens."""
         if self.switch is None:
-            self.switch = subprocess.Popen(self.switch_command, stdin=subprocess.PIPE, text=True)
+            pipe = subprocess.PIPE
+            self.switch = subprocess.Popen(self.switch_command, stdin=pipe, stdout=pipe, text=True)
+            assert self.switch.stdout
+            if not self.switch.stdout.readline():
+                raise Refused("the switch could not listen")
         assert self.switch.stdin
         self.switch.stdin.writelines(f"{line}\n" for line in lines)
         self.switch.stdin.flush()

@@ -1,8 +1,8 @@
 """A switch that delays and loses what it hands to a host; it stands in for the bridge where links do.
 
 Not every kernel has netem, so it is done here. Run as a script with the standard library alone. The arguments are the
-ports; a line ``host delay loss limit`` on stdin, in seconds, a share and bytes, sets what holds for a host. Frames keep
-their offloads (PACKET_VNET_HDR), so that one read carries up to 64 KiB.
+ports; a line on stdout says that they are bound; a line ``host delay loss limit`` on stdin, in seconds, a share and
+bytes, sets what holds for a host. Frames keep their offloads (PACKET_VNET_HDR), so that one read carries up to 64 KiB.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def configure(ports: list[Port]) -> None:
 
 def main() -> None:
     ports = [Port(name) for name in sys.argv[1:]]
+    print("listening", flush=True)
     with contextlib.suppress(PermissionError):  # root's is never late, however busy the cores are
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     while True:
