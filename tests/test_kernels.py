@@ -38,8 +38,8 @@ def vectors(draw: st.DrawFn, specials: tuple[float, ...] = (0.0, -0.0, inf, -inf
 
 
 def assert_same_encoding(x: Tensor, rows: int, columns: int, block: int) -> None:
-    scale, bits = cpu.encode_signs(x, rows, columns, block)
-    expected, expected_bits = reference.encode_signs(x, rows, columns, block)
+    scale, bits = cpu.encode_signs(x, rows, columns, block, 1.5)
+    expected, expected_bits = reference.encode_signs(x, rows, columns, block, 1.5)
     assert bits.dtype == torch.uint8
     assert torch.equal(bits, expected_bits)
     # Summed in float64, a float32 scale is at most one ulp off; a float64 one has each addition's rounding.
@@ -154,14 +154,17 @@ def test_uniform_numbers_are_uniform_and_depend_on_all_of_the_key() -> None:
     assert (torch.corrcoef(torch.cat([draws, draws.roll(1, 1)])) - torch.eye(10)).abs().max() < 0.02
 
 
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(0.5, (9 / 4, 5 / 6)), (1.0, (9 / 2, 5 / 3)), (1.1, (41 / 9, 5.5 / 3)), (1.5, (41 / 9, 11 / 5))]
+)
 @pytest.mark.parametrize("kernel", [cpu, reference])
-def test_encode_by_hand(kernel: kernels.Kernels) -> None:
+def test_encode_by_hand(kernel: kernels.Kernels, most: float, sizes: tuple[float, float]) -> None:
     x = torch.tensor([0.0, -0.0, -1, 2, nan, -inf, inf, -3, 4, -5, 1, -1, 3])
-    scale, bits = kernel.encode_signs(x, 3, 10, 8)
+    scale, bits = kernel.encode_signs(x, 3, 10, 8, most)
     assert bits.tolist() == [[0b01001011, 0b01], [0b101, 0], [0, 0]]
     assert scale[0, 0].isnan()
-    assert scale[0, 1] == 4.5
-    assert torch.equal(scale[1:], torch.tensor([[5 / 3, 0], [0, 0]]))  # of the real numbers alone
+    assert torch.equal(scale[0, 1], torch.tensor(sizes[0]))
+    assert torch.equal(scale[1:], torch.tensor([[sizes[1], 0], [0, 0]]))  # of the real numbers alone
 
 
 @pytest.mark.parametrize("kernel", [cpu, reference])
@@ -174,7 +177,7 @@ def test_add_by_hand(kernel: kernels.Kernels) -> None:
 
 @pytest.mark.parametrize("kernel", [cpu, reference])
 def test_an_infinite_row_has_an_infinite_scale(kernel: kernels.Kernels) -> None:
-    assert kernel.encode_signs(torch.tensor([1.0, -inf]), 1, 2, 8)[0].tolist() == [[inf]]
+    assert kernel.encode_signs(torch.tensor([1.0, -inf]), 1, 2, 8, 1.5)[0].tolist() == [[inf]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -182,14 +185,14 @@ def test_an_infinite_row_has_an_infinite_scale(kernel: kernels.Kernels) -> None:
 def test_long_rows(dtype: torch.dtype, block: int) -> None:
     x = torch.randn(300_001, dtype=dtype, generator=torch.Generator().manual_seed(0))
     assert_same_encoding(x, 3, 100_003, block)
-    assert_same_decoding(*cpu.encode_signs(x, 3, 100_003, block), 100_003, block, x)
+    assert_same_decoding(*cpu.encode_signs(x, 3, 100_003, block, 1.5), 100_003, block, x)
 
 
 def test_non_contiguous() -> None:
     x = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)).t()[2, 1::3]
     assert not x.is_contiguous()
     assert_same_encoding(x, 2, 7, 8)
-    scale, bits = reference.encode_signs(x, 2, 7, 16)
+    scale, bits = reference.encode_signs(x, 2, 7, 16, 1.5)
     assert_same_decoding(scale.expand(2, 2)[:, 1:], bits.t().contiguous().t(), 7, 16, x)
 
 
@@ -243,9 +246,9 @@ def test_top_k_refuses_more_than_there_are() -> None:
 
 def test_threads_agree() -> None:
     x = torch.randn(200_004, generator=torch.Generator().manual_seed(0))
-    scale, bits = cpu.encode_signs(x, 4, 50_001, 1024)
+    scale, bits = cpu.encode_signs(x, 4, 50_001, 1024, 1.5)
     with ThreadPoolExecutor(4) as pool:
-        for s, b in pool.map(lambda _: cpu.encode_signs(x, 4, 50_001, 1024), range(16)):
+        for s, b in pool.map(lambda _: cpu.encode_signs(x, 4, 50_001, 1024, 1.5), range(16)):
             assert torch.equal(s, scale)
             assert torch.equal(b, bits)
 

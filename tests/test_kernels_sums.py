@@ -27,7 +27,7 @@ KINDS = [torch.float32, torch.float64, *NARROW]
 
 Encode = Callable[[kernels.Kernels, Tensor | Sum], tuple[Tensor, Tensor]]
 ENCODERS: dict[str, Encode] = {
-    "signs": lambda kernel, x: kernel.encode_signs(x, 3, -(-x.numel() // 3), 512),
+    "signs": lambda kernel, x: kernel.encode_signs(x, 3, -(-x.numel() // 3), 512, 1.5),
     "levels": lambda kernel, x: kernel.encode_levels(x, 3, -(-x.numel() // 3), 512, 4, 123456789012345),
     "top_k": lambda kernel, x: kernel.top_k(x, -(-x.numel() // 100)),
 }
@@ -87,7 +87,7 @@ def test_signs_are_taken_off_a_sum_that_is_not_made(dtype: torch.dtype, d: int) 
     columns = -(-d // 3)
     for ratio in (1.0, 0.5):
         x, error = pair(d, dtype)
-        scale, bits = cpu.encode_signs(Sum(x, error, ratio), 3, columns, 4096)
+        scale, bits = cpu.encode_signs(Sum(x, error, ratio), 3, columns, 4096, 1.5)
         expected = torch.empty_like(error)
         reference.add_signs(scale, bits, columns, 4096, x.to(error.dtype) + ratio * error, -1.0, expected, False)
         for kernel in (cpu, reference):
@@ -123,7 +123,7 @@ def test_a_bad_number_of_a_sum_shows(values: np.ndarray) -> None:
     x, d = torch.from_numpy(values), len(values)
     good = bool(x.isfinite().all())
     for kernel in (cpu, reference):
-        scale, _ = kernel.encode_signs(Sum(x.clone(), torch.ones(d), 1.0), 1, d, 8)
+        scale, _ = kernel.encode_signs(Sum(x.clone(), torch.ones(d), 1.0), 1, d, 8, 1.5)
         found, _ = kernel.top_k(Sum(x.clone(), torch.ones(d), 1.0), 1)
         largest, _ = kernel.encode_levels(Sum(x.clone(), torch.ones(d), 1.0), 1, d, 8, 4, 1)
         assert [bool(t.isfinite().all()) for t in (scale, found, largest)] == [good] * 3
@@ -157,7 +157,7 @@ def test_stacked_rows_are_added_in_their_order(name: str, dtype: torch.dtype) ->
     d, rows = 5_003, 4
     base, *xs = (torch.randn(d, dtype=dtype, generator=torch.Generator().manual_seed(i)) for i in range(rows + 1))
     args = (d, 512) if name == "signs" else (d, 512, 4)
-    encoded = [getattr(cpu, f"encode_{name}")(x, 1, *args, *([7] if name == "levels" else [])) for x in xs]
+    encoded = [getattr(cpu, f"encode_{name}")(x, 1, *args, 7 if name == "levels" else 1.5) for x in xs]
     stack = [torch.cat(tensors) for tensors in zip(*encoded, strict=True)]
     outs = [torch.empty_like(base), torch.empty_like(base)]
     for kernel, out in zip((cpu, reference), outs, strict=True):
@@ -173,7 +173,7 @@ def test_stacked_rows_are_added_in_their_order(name: str, dtype: torch.dtype) ->
 def test_what_goes_past_the_caches_arrives(columns: int) -> None:
     x = torch.randn(5_000_000, generator=torch.Generator().manual_seed(0))
     rows = -(-len(x) // columns)
-    scale, bits = cpu.encode_signs(x, rows, columns, 2048)
+    scale, bits = cpu.encode_signs(x, rows, columns, 2048, 1.5)
     outs = [torch.empty_like(x), torch.empty_like(x)]
     for kernel, out in zip((cpu, reference), outs, strict=True):
         kernel.add_signs(scale, bits, columns, 2048, x, -1.0, out, False)

@@ -16,7 +16,7 @@ from thinwire.optim import DistEFBlockSGDM
 torch.set_num_threads(1)
 
 WORLD = 3
-EVERY_TENSOR = "dist-ef-block:min_dims=0,min_saving=0"
+EVERY_TENSOR = "dist-ef-block:relaxation=1,min_dims=0,min_saving=0"
 """The paper compresses vectors too."""
 
 

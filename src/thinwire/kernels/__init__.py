@@ -22,7 +22,9 @@ MOST_COLUMNS = 16
 class Kernels(Protocol):
     """What each module of kernels defines; ``reference`` says what they mean."""
 
-    def encode_signs(self, x: Tensor | Sum, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]: ...
+    def encode_signs(
+        self, x: Tensor | Sum, rows: int, columns: int, block: int, most: float
+    ) -> tuple[Tensor, Tensor]: ...
 
     def decode_signs(self, scale: Tensor, bits: Tensor, columns: int, block: int, out: Tensor) -> None: ...
 
@@ -80,8 +82,8 @@ class LowRankKernels(Protocol):
     def write_product(self, P: Tensor, Q: Tensor, out: Tensor) -> None: ...
 
 
-def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
-    return _reading(x).encode_signs(x, rows, columns, block)
+def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int, most: float = 1.0) -> tuple[Tensor, Tensor]:
+    return _reading(x).encode_signs(x, rows, columns, block, most)
 
 
 def decode_signs(scale: Tensor, bits: Tensor, columns: int, block: int, out: Tensor) -> None:

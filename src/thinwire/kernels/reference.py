@@ -18,8 +18,9 @@ RUN = 32
 """Neighbours that a large sketch keeps together, so that it does not touch a line of the cache for each."""
 
 
-def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
-    """x (d,) -> scale (rows, ceil(columns / block)): the mean magnitude of each block, 0 if it is empty;
+def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int, most: float) -> tuple[Tensor, Tensor]:
+    """x (d,) -> scale (rows, ceil(columns / block)) of each block: |x|_2^2 / |x|_1, by which the signs have x's own
+    length along x, but at most ``most`` times the mean magnitude; 0 if it is empty;
     bits (rows, ceil(columns / 8)): 1 where x >= 0, and 0 where there is no number. A sum is left unmade.
     """
     x = x.value() if isinstance(x, Sum) else wide(x)
@@ -27,9 +28,11 @@ def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int) -> tuple[
     blocks = _blocks(x, rows, columns, block)
     real = torch.arange(rows * columns, device=x.device).view(rows, columns) < d
     count = pad(real, (0, -columns % block)).view(rows, -1, block).sum(-1)
-    total = blocks.abs().sum(-1, dtype=torch.float64)  # so that the order of summation hardly shows
+    sizes = blocks.abs().double()  # so that the order of summation hardly shows
+    total, mean = sizes.sum(-1), sizes.sum(-1) / count.clamp(min=1)
+    spread = (sizes.square().sum(-1) / (total * mean)).nan_to_num(1.0)
     positive = pad(x >= 0, (0, missing)).view(rows, columns).to(torch.uint8)
-    return (total / count.clamp(min=1)).to(x.dtype), pack_bits(positive, 1)
+    return (mean * spread.clamp(1.0, most)).to(x.dtype), pack_bits(positive, 1)
 
 
 def decode_signs(scale: Tensor, bits: Tensor, columns: int, block: int, out: Tensor) -> None:

@@ -2,14 +2,17 @@
 
     worker i   m_i = mu m_i + g_i
                p_i = mu m_i + g_i + (eta_{t-1}/eta_t) e_i
-               D_i[b] = (|p_i[b]|_1 / d_b) sign(p_i[b]) for each block b;   e_i = p_i - D_i;   push D_i
+               D_i[b] = omega (|p_i[b]|_1 / d_b) sign(p_i[b]) for each block b;   e_i = p_i - D_i;   push D_i
     server     p~  = mean_i D_i + (eta_{t-1}/eta_t) e~;   D~ = the same compression;   e~ = p~ - D~;   pull D~
 
-Departure: a block is at most ``block`` elements rather than a whole layer: the rows of an embedding differ in scale by
-orders of magnitude, and a common scale drives the quiet ones by noise. Biases and norms, a hundredth of a model or
-less, travel in bf16 with error feedback: in one bit they made transformers unstable. The server is shared out, rank j
-serving chunk j of each tensor, so blocks are cut at the chunks' borders too. eta_{t-1}/eta_t is bounded, since a
-schedule that goes to zero makes it infinite; a step whose rate is zero applies nothing and leaves the errors alone.
+Departure: omega is 1 in the paper. That leaves the least error in one step, but hands over only delta = |p|_1^2 / (d
+|p|_2^2) of p along p, and training lags by what waits. For blocks omega is 1 / delta, by which all of p is handed over
+along p, and at most 1.5: the error, (1 - omega (2 - omega) delta) |p|_2^2, contracts below 2, so the proof holds. A
+block is at most ``block`` elements rather than a whole layer: the rows of an embedding differ in scale by orders of
+magnitude, and a common scale drives the quiet ones by noise. Biases and norms, a hundredth of a model or less, travel
+in bf16 with error feedback: in one bit they made transformers unstable. The server is shared out, rank j serving chunk
+j of each tensor, so blocks are cut at the chunks' borders too. eta_{t-1}/eta_t is bounded, since a schedule that goes
+to zero makes it infinite; a step whose rate is zero applies nothing and leaves the errors alone.
 """
 
 from __future__ import annotations
@@ -34,14 +37,15 @@ class Signs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScaledSign:
-    """C(x) = (|x|_1 / d) sign(x) for each block; its error is (1 - |x|_1^2 / (d |x|_2^2)) |x|_2^2."""
+    """C(x) = omega (|x|_1 / d) sign(x) for each block, omega = min(d |x|_2^2 / |x|_1^2, relaxation)."""
 
     unmade: ClassVar[bool] = True
     block: int = 0
     """Most elements that share a scale; 0 for all of a row."""
+    relaxation: float = 1.0
 
     def encode(self, x: Tensor | Sum, rows: int, columns: int) -> Signs:
-        return Signs(*kernels.encode_signs(x, rows, columns, self._block(columns)))
+        return Signs(*kernels.encode_signs(x, rows, columns, self._block(columns), self.relaxation))
 
     def decode(self, payload: Signs, columns: int, out: Tensor) -> None:
         kernels.decode_signs(payload.scale, payload.bits, columns, self._block(columns), out)
@@ -73,10 +77,14 @@ class DistEF:
     """Nesterov momentum on each worker; the optimizer's own is then 0."""
     max_ratio: float = 10.0
     """Bound on eta_{t-1}/eta_t, by which the errors follow the learning rate."""
+    relaxation: float = 1.0
+    """Most that a scale is of the mean magnitude, below 2. 1 has the least error; above, less waits for later steps."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), not {self.momentum}")
+        if not 0 < self.relaxation < 2:
+            raise ValueError(f"relaxation must be above 0 and below 2, not {self.relaxation}")
         if not self.max_ratio >= 1:
             raise ValueError(f"max_ratio must be at least 1, not {self.max_ratio}")
 
@@ -84,7 +92,7 @@ class DistEF:
         return nesterov(self.momentum, whole(self.exchange()))
 
     def exchange(self, block: int = 0) -> Method:
-        return error_feedback(two_way(ScaledSign(block), self.max_ratio), self.max_ratio)
+        return error_feedback(two_way(ScaledSign(block, self.relaxation), self.max_ratio), self.max_ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +105,7 @@ class DistEFBlock(DistEF):
     Avoid: Adam, which divides by a variance that signs distort: see ``apm``. Runs of a few hundred steps: it trails.
     """
 
+    relaxation: float = 1.5
     block: int = 2048
     """Most elements that share a scale, a multiple of 8; 0 makes a tensor's chunk one block."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,12 +26,12 @@ LARGE = 1 << 23
 """Bytes of what will have left the caches before it is read again."""
 
 
-def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
+def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int, most: float) -> tuple[Tensor, Tensor]:
     assert x.numel() <= rows * columns
     given = glance(x, STRIDE)
     scale = torch.empty(rows, -(-columns // block), dtype=torch.float64 if given[3].itemsize == 8 else torch.float32)
     bits = torch.empty(rows, -(-columns // 8), dtype=torch.uint8)
-    _encode(*given, columns, block, array(scale), array(bits))
+    _encode(*given, columns, block, most, array(scale), array(bits))
     return scale, bits
 
 
@@ -64,7 +65,15 @@ def _check(scale: Tensor, bits: Tensor, columns: int, block: int, most: int, *ve
 
 @compiled
 def _encode(
-    x: Array, error: Array | None, ratio: Any, scratch: Array, columns: int, block: int, scale: Array, bits: Array
+    x: Array,
+    error: Array | None,
+    ratio: Any,
+    scratch: Array,
+    columns: int,
+    block: int,
+    most: float,
+    scale: Array,
+    bits: Array,
 ) -> None:
     for r in range(scale.shape[0]):
         first, last = min(len(x), r * columns), min(len(x), (r + 1) * columns)
@@ -72,13 +81,18 @@ def _encode(
         octets[(last - first + 7) // 8 :] = 0
         for b in range(scale.shape[1]):
             start, end = min(last, first + b * block), min(last, first + (b + 1) * block)
-            total, whole = 0.0, end - (end - start) % STRIDE
+            total, squares, whole = 0.0, 0.0, end - (end - start) % STRIDE
             for j in range(start, whole, STRIDE):
-                total += note_signs(x, error, ratio, scratch, j, octets, (j - first) // 8)
+                noted = note_signs(x, error, ratio, scratch, j, octets, (j - first) // 8)
+                total, squares = total + noted[0], squares + noted[1]
             rest = peek(x, error, ratio, scratch, whole, end)
-            total += _magnitude(rest)
+            for j in range(len(rest)):
+                size = np.float64(abs(rest[j]))
+                total, squares = total + size, squares + size * size
             _note(rest, octets[(whole - first) // 8 :])
-            scale[r, b] = total / max(1, end - start)
+            mean = total / max(1, end - start)
+            spread = squares / (total * mean) if total * mean > 0 else 1.0
+            scale[r, b] = mean * min(most, max(1.0, spread))
 
 
 @compiled
@@ -139,14 +153,6 @@ def _add_part(size: Any, octets: Array, past: bool, onto: Array, into: Array) ->
             add_signed(onto, into, j, word_at(octets, j // 8), size)
     for j in range(whole, len(into)):
         into[j] = onto[j] + (size if octets[j // 8] >> (j % 8) & 1 else -size)
-
-
-@compiled
-def _magnitude(x: Array) -> float:
-    total = 0.0
-    for j in range(len(x)):
-        total += abs(x[j])
-    return total
 
 
 @compiled

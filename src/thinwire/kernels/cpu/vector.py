@@ -85,11 +85,10 @@ def _widened(builder: Any, bits: Any, bfloat16: bool) -> Any:
 
 @intrinsic
 def note_signs(typing: Any, x: Any, error: Any, ratio: Any, out: Any, start: Any, bits: Any, first: Any) -> Any:
-    """``peek`` at ``STRIDE`` numbers; put a bit for each, 1 if at least 0, into ``bits``; sum their magnitudes."""
+    """``peek`` at ``STRIDE`` numbers; put a bit for each, 1 if at least 0, into ``bits``; add up sizes and squares."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        double = ir.DoubleType()
-        total = ir.Constant(ir.VectorType(double, LANES), None)
+        total = squares = ir.Constant(ir.VectorType(ir.DoubleType(), LANES), None)
         for i in range(0, STRIDE, LANES):
             place = builder.add(args[4], args[4].type(i))
             numbers = _numbers(context, builder, signature.args[:4], args[:4], place, keep=False)
@@ -97,16 +96,22 @@ def note_signs(typing: Any, x: Any, error: Any, ratio: Any, out: Any, start: Any
             to = builder.add(args[6], args[6].type(i // 8))
             _store(context, builder, builder.bitcast(positive, WORD), bits, args[5], to)
             size = builder.select(positive, numbers, builder.fneg(numbers))
-            total = builder.fadd(total, size if size.type == total.type else builder.fpext(size, total.type))
-        for half in (16, 8, 4, 2, 1):
-            low, high = (
-                builder.shuffle_vector(total, total, ir.Constant(ir.VectorType(ir.IntType(32), half), list(places)))
-                for places in (range(half), range(half, 2 * half))
-            )
-            total = builder.fadd(low, high)
-        return builder.extract_element(total, ir.IntType(32)(0))
+            size = size if size.type == total.type else builder.fpext(size, total.type)
+            total, squares = builder.fadd(total, size), builder.fadd(squares, builder.fmul(size, size))
+        return context.make_tuple(builder, signature.return_type, [_added_up(builder, x) for x in (total, squares)])
 
-    return types.float64(x, error, ratio, out, types.intp, bits, types.intp), generate
+    pair = types.Tuple((types.float64, types.float64))  # type: ignore[no-untyped-call]
+    return pair(x, error, ratio, out, types.intp, bits, types.intp), generate
+
+
+def _added_up(builder: Any, lanes: Any) -> Any:
+    for half in (16, 8, 4, 2, 1):
+        low, high = (
+            builder.shuffle_vector(lanes, lanes, ir.Constant(ir.VectorType(ir.IntType(32), half), list(places)))
+            for places in (range(half), range(half, 2 * half))
+        )
+        lanes = builder.fadd(low, high)
+    return builder.extract_element(lanes, ir.IntType(32)(0))
 
 
 @intrinsic
