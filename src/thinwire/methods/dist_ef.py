@@ -102,7 +102,7 @@ class DistEFBlock(DistEF):
     Bytes: 2 (W-1)/W d (1/8 + 4/block)
     Use: SGD, at any number of workers: 30x less, whatever the shapes. With momentum, ``dist-ef-sgdm`` sets all of it
         up.
-    Avoid: Adam, which divides by a variance that signs distort: see ``apm``. Runs of a few hundred steps: it trails.
+    Avoid: Adam, which divides by a variance that signs distort: see ``apm``. A transformer's first steps: ``after``.
     """
 
     relaxation: float = 1.5

@@ -35,8 +35,9 @@ class DistEFBlockSGDM(Optimizer):
     exchange: The method that the momentum is exchanged by; on the command line, dist-ef-sgdm+method.
 
     Bytes: 2 (W-1)/W d (1/8 + 4/2048)
-    Use: SGD with momentum on thin links, for long runs: 30x less at SGD's own rate.
-    Avoid: runs of a few hundred steps, in which it trails; fast links, where ``acp`` costs less computing.
+    Use: SGD with momentum on thin links: 30x less at SGD's own rate and loss.
+    Avoid: one bit from a transformer's first step on, with which it trails; a tenth of the run dense mends that,
+        dist-ef-sgdm+dist-ef-block:after=N. Fast links, where ``acp`` costs less computing.
     """
 
     attached = False
