@@ -231,6 +231,24 @@ def test_the_compressor_contracts_by_what_the_paper_proves_with(d, shape, relaxa
     close(compressed, scaled_sign(x, relaxation), 1e-12)
 
 
+def lag(method: str, tail: int) -> float:
+    """How many steps' worth of a steady gradient waits, where noise of its own size comes with it."""
+    sim, g = tw.Simulation(method, 4), seeded(tail)
+    scale = torch.randn(64, 64, generator=g).abs() ** tail
+    steady, waiting = torch.randn(64, 64, generator=g) * scale, []
+    for _ in range(100):
+        sim.reduce([{"w": steady + torch.randn(64, 64, generator=g) * scale} for _ in range(4)])
+        waiting.append((sim.owed()["w"] * steady).sum() / steady.square().sum())
+    return torch.stack(waiting[50:]).mean().item()
+
+
+@pytest.mark.parametrize("tail", [0, 1, 2])
+def test_relaxed_scales_shorten_the_lag(tail):
+    paper, relaxed = lag("dist-ef-block:relaxation=1", tail), lag("dist-ef-block", tail)
+    assert 0 < relaxed < 0.7 * paper
+    assert paper > 3
+
+
 def test_zero_and_negative_zero_are_plus_on_the_wire():
     x = torch.tensor([0.0, -0.0, 3.0, -1.0, 0.0, -0.0])
     signs = ScaledSign().encode(x, 1, 6)

@@ -28,9 +28,10 @@ def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int, most: flo
     blocks = _blocks(x, rows, columns, block)
     real = torch.arange(rows * columns, device=x.device).view(rows, columns) < d
     count = pad(real, (0, -columns % block)).view(rows, -1, block).sum(-1)
-    sizes = blocks.abs().double()  # so that the order of summation hardly shows
-    total, mean = sizes.sum(-1), sizes.sum(-1) / count.clamp(min=1)
-    spread = (sizes.square().sum(-1) / (total * mean)).nan_to_num(1.0)
+    # in float64, so that the order of summation hardly shows
+    total, norm = (torch.linalg.vector_norm(blocks, p, -1, dtype=torch.float64) for p in (1, 2))
+    mean = total / count.clamp(min=1)
+    spread = (norm.square() / (total * mean)).nan_to_num(1.0)
     positive = pad(x >= 0, (0, missing)).view(rows, columns).to(torch.uint8)
     return (mean * spread.clamp(1.0, most)).to(x.dtype), pack_bits(positive, 1)
 
