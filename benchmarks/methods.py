@@ -63,7 +63,7 @@ ROWS = [
     Row("fp16", "sgd+fp16", like="dense"),
     Row("adam", "adam", (8e-3, 4e-3)),
     Row("apm", f"apm:warmup_steps={STEPS // 5},betas=0.9/0.98", like="adam"),
-    Row("dist-ef-sgdm", "dist-ef-sgdm", like="dist-ef-block"),
+    Row("dist-ef-sgdm", f"dist-ef-sgdm+dist-ef-block:after={STEPS // 10}"),
     Row("slowmo", "slowmo:base=sgd", like="dense"),
     Row("local-sgd", "local-sgd:base=sgd", like="dense"),
     Row("bmuf", "bmuf:base=sgd", like="dense"),
