@@ -34,12 +34,12 @@ class Network:
         self.open.append(future)
         return Pending(SimpleNamespace(get_future=lambda: future, wait=lambda: None), collective.buffer)
 
-    def answer(self):
-        self.open.pop(0).set_result(None)
+    def answer(self, which=0):
+        self.open.pop(which).set_result(None)
 
 
-def two_rounds(number):
-    for _ in range(2):
+def rounds(number, count):
+    for _ in range(count):
         yield AllReduce(torch.full((1,), float(number)))
     return torch.zeros(1), ()
 
@@ -55,12 +55,13 @@ def setup(share=0.0):
     network, started, finished = Network(), [], []
     engine = Engine(network, Telemetry(), "test", share)
 
-    def submit(number, last=False):
+    def submit(number, last=False, one_round=False):
         def start():
             started.append(number)
-            return [two_rounds(number)]
+            return [rounds(number, 1 if one_round else 2)]
 
-        engine.submit(Job(str(number), start, lambda _: finished.append(number), lambda: None, print, [], last))
+        finish = lambda _: finished.append(number)  # noqa: E731
+        engine.submit(Job(str(number), start, finish, lambda: None, print, [], last, one_round))
 
     return network, started, finished, engine, submit
 
@@ -77,6 +78,39 @@ def test_the_next_bucket_is_compressed_under_communication_but_waits_for_its_tur
     for expected in ([1, 1], [1, 1, 2], [1, 1, 2, 2], [1, 1, 2, 2, 3], [1, 1, 2, 2, 3, 3]):
         network.answer()
         until(lambda: network.issued == expected)  # noqa: B023
+    network.answer()
+    until(lambda: finished == [1, 2, 3])
+    engine.close()
+
+
+def test_two_messages_of_one_round_are_under_way_together_and_end_in_order():
+    network, _, finished, engine, submit = setup()
+    for number in (1, 2, 3):
+        submit(number, last=number == 3, one_round=True)
+    until(lambda: network.issued == [1, 2])
+    network.answer(1)
+    time.sleep(0.05)
+    assert network.issued == [1, 2] and not finished
+    network.answer()
+    until(lambda: network.issued == [1, 2, 3] and finished == [1, 2])
+    network.answer()
+    until(lambda: finished == [1, 2, 3])
+    engine.close()
+
+
+def test_a_second_round_goes_before_the_next_message_whatever_went_before():
+    network, _, finished, engine, submit = setup()
+    submit(1, one_round=True)
+    submit(2)
+    submit(3, last=True, one_round=True)
+    until(lambda: network.issued == [1, 2])
+    network.answer(1)  # the second round is not ahead of the first message's end, which another worker may hear first
+    time.sleep(0.05)
+    assert network.issued == [1, 2] and not finished
+    network.answer()
+    until(lambda: network.issued == [1, 2, 2] and finished == [1])
+    network.answer()
+    until(lambda: network.issued == [1, 2, 2, 3])
     network.answer()
     until(lambda: finished == [1, 2, 3])
     engine.close()
@@ -108,9 +142,9 @@ def test_buckets_travel_together_until_their_share_is_full():
     time.sleep(0.05)
     assert network.issued == [[1, 2]] and started == [1, 2, 3, 4]
     order = [[1, 2], [1, 2], [3, 4], [3, 4], 5, 5]
-    for rounds in range(2, 7):
+    for count in range(2, 7):
         network.answer()
-        until(lambda: network.issued == order[:rounds])  # noqa: B023
+        until(lambda: network.issued == order[:count])  # noqa: B023
     network.answer()
     until(lambda: finished == [1, 2, 3, 4, 5])
     engine.close()

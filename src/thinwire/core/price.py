@@ -30,12 +30,12 @@ def price(
 
 
 def rounds(method: Method, shapes: Mapping[str, Sequence[int]], workers: int) -> list[int]:
-    """The bytes of each round of a step past every warm-up; of two steps, for methods that alternate, the larger."""
+    """The bytes of each round of a step past every warm-up; of two steps, for methods that alternate, of the longer."""
     turns = [
         [sum(c.bytes_sent(workers) for c in round_) for round_ in step]
         for step in _run(method, shapes, workers, [PAST_WARM_UP, PAST_WARM_UP + 1], rank=0)
     ]
-    return max(turns, key=sum)
+    return max(turns, key=lambda turn: (len(turn), sum(turn)))
 
 
 def _run(

@@ -2,8 +2,9 @@
 
 Order is a rule, not a race: buckets go in the order in which they were submitted, which is the same on every rank. One
 or more of them travel together as a message; where one message ends and the next begins depends only on the sizes of
-what they ask for. All rounds of a message go before the first of the next. While a message is under way the buckets of
-the next one are compressed as they arrive, up to their first requests, and held until their turn comes.
+what they ask for. All rounds of a message go before the first of the next; where it has only one, the next follows at
+once, and fills the gaps that it leaves on the wire. While a message is under way the buckets of the next one are
+compressed as they arrive, up to their first requests, and held until their turn comes.
 """
 
 from __future__ import annotations
@@ -29,10 +30,8 @@ from thinwire.runtime.telemetry import Telemetry
 from thinwire.runtime.transport import Pending, Transport
 
 Results = list[tuple[Value, Any]]
-
-
-class _Answered:
-    """The event that one collective of the first job has ended."""
+TOGETHER = 2
+"""Messages under way: gloo works on two at a time, and more would only hold memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +47,8 @@ class Job:
     """The memory that the job reads and writes."""
     last: bool
     """Whether it is the last of its step."""
+    one_round: bool = False
+    """Whether that is known of its exchange, on every rank alike."""
     ready: Any = None
 
     def __post_init__(self) -> None:
@@ -74,6 +75,17 @@ class Message:
         first, more = self.jobs[0][0].label, len(self.jobs) - 1
         return f"{first} and {more} more" if more else first
 
+    @property
+    def one_round(self) -> bool:
+        return all(job.one_round for job, _ in self.jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """The event that one collective of a message has ended."""
+
+    message: Message
+
 
 class Engine:
     """Runs jobs in order on a thread of its own. ``submit`` returns at once."""
@@ -87,12 +99,13 @@ class Engine:
         self._label = label
         self._events: queue.SimpleQueue[Job | _Answered | None] = queue.SimpleQueue()
         self._arrived: deque[Job] = deque()
-        self._sending: Message | None = None
+        self._sending: deque[Message] = deque()
         self._next = Message()
         self._asked = 0
         self._at = ""
         self._last_submitted = 0.0
         self._compressed_before = 0.0
+        self._last_heard = 0.0
         cuda = transport.device.type == "cuda"
         self._stream = torch.cuda.Stream(transport.device) if cuda else None  # type: ignore[no-untyped-call]
         self._thread = threading.Thread(target=self._run, name="thinwire", daemon=True)
@@ -131,16 +144,22 @@ class Engine:
                 elif isinstance(event, Job):
                     self._arrived.append(event)
                 else:
-                    self._attempt(self._answered)
+                    event.message.remaining -= 1
+                    self._attempt(self._go_on)
 
     def _attempt(self, action: Callable[[], None]) -> None:
         try:
             action()
-            while self._sending is None and self._next.full:
-                self._sending, self._next = self._next, Message()
-                self._issue(self._sending)
+            while self._next.full and self._may_issue():
+                self._sending.append(self._next)
+                self._next = Message()
+                self._issue(self._sending[-1])
+                self._go_on()
         except Exception as error:
             self._fail(error)
+
+    def _may_issue(self) -> bool:
+        return len(self._sending) < TOGETHER and all(message.one_round for message in self._sending)
 
     def _compress(self) -> None:
         """Start the next bucket's exchanges, up to what they ask for first."""
@@ -165,29 +184,27 @@ class Engine:
                 message.lockstep.scratch = job.tensors[0] if alone else None
                 message.collectives = message.lockstep.advance()
 
-    def _answered(self) -> None:
-        message = self._sending
-        assert message is not None
-        message.remaining -= 1
-        if message.remaining:
-            return
-        self._at = message.label
-        answers = self._collect(message)
-        with self.telemetry.compressing(message.label):
-            message.collectives = message.lockstep.advance(answers)
-        self._issue(message)
+    def _go_on(self) -> None:
+        """With the first message, and those after it, as far as they have their answers."""
+        while self._sending and not self._sending[0].remaining:
+            message = self._sending[0]
+            self._at = message.label
+            if not message.collectives:
+                self._finish(self._sending.popleft())
+                continue
+            answers = self._collect(message)
+            with self.telemetry.compressing(message.label):
+                message.collectives = message.lockstep.advance(answers)
+            self._issue(message)
 
     def _issue(self, message: Message) -> None:
-        """Send the next round, or finish."""
+        """Send the next round, if there is one."""
         self._at = message.label
-        if not message.collectives:
-            self._finish(message)
-            return
         message.issued = time.perf_counter()
         message.remaining = len(message.collectives)
         message.pending = [self.transport.start(c) for c in message.collectives]
         for pending in message.pending:
-            pending.when_done(lambda: self._events.put(_Answered()))
+            pending.when_done(lambda: self._events.put(_Answered(message)))
 
     def _finish(self, message: Message) -> None:
         results, start = message.lockstep.results, 0
@@ -197,16 +214,17 @@ class Engine:
             start += count
             if job.last:
                 self._account()
-        self._sending = None
         for job, _ in message.jobs:
             job.release()
 
     def _collect(self, message: Message) -> list[Tensor]:
         answers = [pending.result() for pending in message.pending]
-        now = time.perf_counter()
-        self.telemetry.counters.seconds_communicating += now - message.issued
+        # what the message before it was on the wire for is that one's time
+        start, now = max(message.issued, self._last_heard), time.perf_counter()
+        self._last_heard = now
+        self.telemetry.counters.seconds_communicating += now - start
         for collective in message.collectives:
-            self.telemetry.communicated(collective, self.transport.world, message.label, message.issued, now)
+            self.telemetry.communicated(collective, self.transport.world, message.label, start, now)
         message.pending.clear()
         return answers
 
@@ -222,13 +240,14 @@ class Engine:
 
     def _fail(self, error: Exception) -> None:
         """Tell every rank, then fail all jobs that are not finished."""
-        messages = [m for m in (self._sending, self._next) if m is not None]
+        messages = [*self._sending, self._next]
         jobs = [*(job for message in messages for job, _ in message.jobs), *self._arrived]
         where = f"{self._label}, {self._at}, rank {self.transport.rank}"
         # a work that anything still holds, be it a traceback's frame, would keep the group's connections open
         for message in messages:
             message.pending.clear()
-        self._sending, self._next = None, Message()
+        self._sending.clear()
+        self._next = Message()
         self._arrived.clear()
         traceback.clear_frames(error.__traceback__)
         reason = self.transport.report_failure(f"{where}: {type(error).__name__}: {error}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from thinwire.core import price
 from thinwire.core.combine import After, Local
@@ -22,31 +23,41 @@ from thinwire.runtime.transport import Transport
 log = logging.getLogger("thinwire")
 
 
-def share(
+class Plan(NamedTuple):
+    """How a step's exchange is cut."""
+
+    share: float = 0.0
+    """The bytes of a message's first round; with 0, each bucket is a message."""
+    one_round: bool = False
+    """Whether no message has a second one."""
+
+
+def plan(
     method: Method, shapes: Mapping[str, Sequence[int]], transport: Transport, messages: int | None = None
-) -> float:
-    """The bytes of a message's first round, for a given number of ``messages`` or that of the least time.
+) -> Plan:
+    """For a given number of ``messages`` or that of the least time.
 
     All ranks call this and get the same. Buckets are never cut, so there may be fewer messages than that. What saves no
     bytes, a dense warm-up too, has a message for each bucket, since only a bucket alone can be reduced in place.
     """
     world = transport.world
     if world == 1 or method.whole:
-        return 0.0
+        return Plan()
     try:
         rounds = price.rounds(_past_warm_up(method), shapes, world)
     except Exception as error:
         log.info("a message for each bucket: %r cannot be priced (%s)", method, error)
-        return 0.0
+        return Plan()
+    one_round = len(rounds) == 1
     if sum(rounds) >= sum(price.rounds(Dense(), shapes, world)):
-        return 0.0
+        return Plan(0.0, one_round)
     if messages is None:
         latency, seconds_per_byte = transport.measure()
         messages = best(len(rounds) * latency, sum(rounds) * seconds_per_byte)
         if transport.rank == 0:
             rate = 8e-6 / max(seconds_per_byte, 1e-12)
             log.info("%d messages a step: latency %.2g ms, rate %.3g Mb/s", messages, 1e3 * latency, rate)
-    return rounds[0] / messages
+    return Plan(rounds[0] / messages, one_round)
 
 
 def best(latency: float, wire: float) -> int:

@@ -22,7 +22,7 @@ from thinwire.registry import Recipe, resolve
 from thinwire.runtime.buckets import Bucket, Part, packed
 from thinwire.runtime.engine import Engine, Job, Results
 from thinwire.runtime.ledger import WHOLE, Ledger
-from thinwire.runtime.messages import share as message_share
+from thinwire.runtime.messages import Plan, plan
 from thinwire.runtime.state import Snapshot, complete
 from thinwire.runtime.telemetry import Telemetry
 from thinwire.runtime.transport import Transport
@@ -65,6 +65,7 @@ class Synchronizer:
         self.ledger = Ledger(self.method, seed)
         self._seed = seed
         self._messages = messages
+        self._plan = Plan()
         self._optimizer = optimizer
         self._groups: dict[Tensor, int] = {}
         self._engine: Engine | None = None
@@ -108,8 +109,8 @@ class Synchronizer:
         for device in {device for _, device in kinds}:
             rehearse(self.method, sorted({dtype for dtype, d in kinds if d == device}, key=str), device)
         shapes = {name: parameter.shape for parameter, name in self.ledger.names.items()}
-        share = message_share(self.method, shapes, transport, self._messages)
-        self._engine = engine = Engine(transport, self.telemetry, repr(self.method), share)
+        self._plan = plan(self.method, shapes, transport, self._messages)
+        self._engine = engine = Engine(transport, self.telemetry, repr(self.method), self._plan.share)
         weakref.finalize(self, engine.close)
         if self._to_load is not None:
             self.load_state_dict(self._to_load)
@@ -235,7 +236,8 @@ class Synchronizer:
             future.set_result(bucket.buffer)
 
         label = f"bucket {bucket.number} ({parts[0].name} ...)" if parts else f"bucket {bucket.number}"
-        return Job(label, start, finish, release, future.set_result, [bucket.buffer], bucket.last)
+        one_round = method is None and self._plan.one_round
+        return Job(label, start, finish, release, future.set_result, [bucket.buffer], bucket.last, one_round)
 
     def _whole_job(self, held: list[tuple[Bucket, Future[Any]]]) -> Job:
         order = {name: i for i, name in enumerate(self.ledger.names.values())}
