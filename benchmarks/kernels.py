@@ -36,7 +36,7 @@ from thinwire.core.lift import Decoded, two_way
 from thinwire.core.lockstep import Lockstep, drive
 from thinwire.core.method import Context, Method
 from thinwire.core.rehearsal import rehearse
-from thinwire.core.requests import AllGather
+from thinwire.core.requests import AllGather, Batched
 from thinwire.core.value import Sum, Value, subtract, write
 from thinwire.methods.dist_ef import ScaledSign, Signs
 from thinwire.methods.lowrank import Product, orthogonalize, product, transposed_product
@@ -57,10 +57,10 @@ def rows(size: int) -> dict[str, tuple[float, Work]]:
 def elementwise_rows(size: int) -> dict[str, tuple[float, Work]]:
     x, e, out = torch.randn(size), torch.zeros(size), torch.zeros(size)
     signs, chunk = ScaledSign(2048), -(-size // 4)
-    one = signs.encode(x, 1, size)
+    (one,) = signs.encode([(x, 1, size)])
     both_ways, feedback = error_feedback(two_way(signs)), error_feedback(TopK(ratio=0.01))
     world = Context(world=4)
-    pulled = [Signs(*(torch.cat([t] * 4) for t in signs.encode(x[:chunk], 1, chunk)))]
+    pulled = [Signs(*(torch.cat([t] * 4) for t in signs.encode([(x[:chunk], 1, chunk)])[0]))]
     states = {method: method.init(x, world) for method in (both_ways, feedback)}
     levels, k = StochasticLevels(4, 512, 12345678901234567), size // 1000
     sketch = kernels.count_sketch(x, 5, 16 * k, 7)
@@ -70,7 +70,7 @@ def elementwise_rows(size: int) -> dict[str, tuple[float, Work]]:
 
     def compress() -> None:
         p = Sum(x, e, 1.0)
-        subtract(p.out, Decoded(signs, signs.encode(p, 1, size), size), out=e)
+        subtract(p.out, Decoded(signs, signs.encode([(p, 1, size)])[0], size), out=e)
 
     def exchange() -> None:
         mean, states[both_ways] = step(both_ways, x, states[both_ways], world, lambda payload: pulled[0])
@@ -82,10 +82,10 @@ def elementwise_rows(size: int) -> dict[str, tuple[float, Work]]:
 
     return {
         "signs: residual in, scale, pack, new residual": (2.5, compress),
-        "signs: unpack one worker's and accumulate": (1.5, lambda: signs.add(one, size, out, 0.25, out)),
+        "signs: unpack one worker's and accumulate": (1.5, lambda: signs.add([(one, size, out, 0.25, out, False)])),
         "signs: two-way exchange of one of 4 ranks": (6, exchange),
         "top-k: exact 1 %, new residual": (4, choose),
-        "QSGD: 4 bits, unbiased, pack": (5, lambda: levels.encode(x, 1, size)),  # type: ignore[dict-item]
+        "QSGD: 4 bits, unbiased, pack": (5, lambda: levels.encode([(x, 1, size)])),  # type: ignore[dict-item]
         "sketch: 5 rows": (15, lambda: kernels.count_sketch(x, 5, 16 * k, 7)),
         "sketch: estimates and the top k of them": (30, recover),
     }
@@ -99,6 +99,9 @@ def step(method: Method, x: Tensor, state: Any, ctx: Context, gathered: Callable
             request = reduction.send(reply)
         except StopIteration as stop:
             return stop.value[0].mean, stop.value[1]
+        if isinstance(request, Batched):
+            (reply,) = request.function([request.args])
+            continue
         reply = gathered(request.payload) if isinstance(request, AllGather) else request.payload
 
 
@@ -108,11 +111,11 @@ def lowrank_rows(size: int) -> dict[str, tuple[float, Work]]:
     for side, what in [(math.isqrt(size), "one matrix"), (1024, "matrices of 1024 x 1024")]:
         gradients = [torch.randn(side, side) for _ in range(max(1, size // side**2))]
         errors = [torch.randn(side, side) for _ in gradients]
-        P, Q = orthogonalize(torch.randn(2, side, 4))
+        P, Q = orthogonalize(torch.randn(2, side, 4).unbind())
         pairs = list(zip(gradients, errors, strict=True))
         steps = {
-            "P": lambda M, Q=Q: Product(product(M, Q), Q),
-            "Q": lambda M, P=P: Product(P, transposed_product(M, P)),
+            "P": lambda M, Q=Q: Product(product([(M, Q)])[0], Q),
+            "Q": lambda M, P=P: Product(P, transposed_product([(M, P)])[0]),
         }
         for turn, factors in steps.items():
             found[f"ACP {turn}-step, {what}"] = 2.5, partial(_low_rank_step, pairs, factors)

@@ -24,20 +24,25 @@ def asks(*tensors, function=orthogonalize):
     return found
 
 
-def test_alike_tensors_are_computed_in_one_call():
-    shapes = []
+def test_what_comes_to_one_function_is_computed_in_one_call():
+    calls = []
 
-    def doubled(x):
-        shapes.append(tuple(x.shape))
-        return x * 2
+    def doubled(batch):
+        calls.append(len(batch))
+        return [x * 2 for x in batch]
 
-    inputs = [torch.ones(3, 2), torch.ones(2, 2), torch.ones(3, 2), torch.ones(3, 2, dtype=torch.float64)]
-    lockstep = Lockstep([asks(x, function=doubled) for x in inputs])
+    def tripled(batch):
+        calls.append(-len(batch))
+        return [x * 3 for x in batch]
+
+    inputs = [torch.ones(3, 2), torch.ones(2, 2), torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.float64)]
+    asked = [asks(x, x + 1, function=f) for x, f in zip(inputs, [doubled, tripled, doubled, doubled], strict=True)]
+    lockstep = Lockstep(asked)
     assert lockstep.advance() == []
-    assert shapes == [(2, 3, 2), (1, 2, 2), (1, 3, 2)]
-    for x, (found,) in zip(inputs, lockstep.results, strict=True):
-        assert torch.equal(found, x * 2)
-        assert found.dtype == x.dtype
+    assert calls == [3, -1, 3, -1]
+    for x, times, found in zip(inputs, [2, 3, 2, 2], lockstep.results, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, [x * times, (x + 1) * times], strict=True))
+        assert found[0].dtype == x.dtype
 
 
 def test_computing_makes_no_round_and_keeps_the_order_of_the_tensors():
@@ -50,7 +55,7 @@ def test_computing_makes_no_round_and_keeps_the_order_of_the_tensors():
     first, second = torch.randn(4, 2), torch.randn(3)
     lockstep = Lockstep([late(first), early(second)])
     ((sent,),) = drive(lockstep, lambda c: c.buffer)
-    assert torch.equal(sent.buffer, torch.cat([orthogonalize(first[None]).flatten(), second]))
+    assert torch.equal(sent.buffer, torch.cat([orthogonalize([first])[0].flatten(), second]))
     assert torch.equal(lockstep.results[1], second)
 
 
@@ -65,14 +70,14 @@ def test_a_factor_has_the_same_bits_alone_and_in_a_batch(shape, dtype):
         alone = Lockstep([asks(P)])
         alone.advance()
         assert torch.equal(alone.results[0][0], found)
-        assert torch.equal(orthogonalize(P[None])[0], found)
+        assert torch.equal(orthogonalize([P])[0], found)
         eye = torch.eye(shape[1], dtype=dtype)
         torch.testing.assert_close(found.mT @ found, eye, rtol=0, atol=100 * torch.finfo(dtype).eps)
 
 
 class Twice(Method):
     def reduce(self, x, state, ctx):
-        doubled = yield Batched(lambda stack: stack * 2, x)
+        doubled = yield Batched(lambda batch: [one * 2 for one in batch], x)
         mean = yield AllReduce(doubled)
         return Reduced(mean, doubled), state
 

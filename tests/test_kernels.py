@@ -14,6 +14,7 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.core.value import Sum
 from thinwire.kernels import cpu, reference
 
 relaxed = settings(deadline=None)  # the first call compiles
@@ -88,8 +89,54 @@ def test_decode_equals_reference(layout: tuple[int, int, int], dtype: type, bloc
 def test_decoded_signs_are_those_of_x(case: tuple[Tensor, int, int], block: int) -> None:
     x, rows, columns = case
     out = torch.full_like(x, nan)
-    kernels.decode_signs(*kernels.encode_signs(x, rows, columns, block), columns, block, out)
+    ((scale, bits),) = kernels.encode_signs([(x, rows, columns, block, 1.0)])
+    kernels.decode_signs([(scale, bits, columns, block, out)])
     assert torch.equal(out.signbit(), x < 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_many_vectors_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
+    wide, g = torch.promote_types(dtype, torch.float32), torch.Generator().manual_seed(0)
+    vectors = [torch.randn(d, generator=g).to(dtype) for d in (1, 7, 700, 5000)]
+    errors = [torch.randn(len(x), generator=g, dtype=wide) for x in vectors]
+    given = [(Sum(x, e, 0.5), 3, -(-len(x) // 3), 512, 1.5) for x, e in zip(vectors, errors, strict=True)]
+    given += [(x, 2, -(-len(x) // 2), 64, 1.0) for x in vectors]
+    found = kernels.encode_signs(given)
+    assert all(
+        torch.equal(a, b)
+        for args, signs in zip(given, found, strict=True)
+        for a, b in zip(signs, cpu.encode_signs(*args), strict=True)
+    )
+    into = [torch.randn(x.numel(), generator=g, dtype=wide) for x, *_ in given]
+    expected = [out.clone() for out in into]
+    layouts = [(*signs, columns, block) for signs, (_, _, columns, block, _) in zip(found, given, strict=True)]
+    kernels.add_signs([(*signs, out, 0.25, out, False) for signs, out in zip(layouts, into, strict=True)])
+    for signs, out, alone in zip(layouts, into, expected, strict=True):
+        cpu.add_signs(*signs, alone, 0.25, alone, False)
+        assert torch.equal(out, alone)
+    left = [e.clone() for e in errors]
+    sums = zip(layouts, vectors, left, strict=False)
+    kernels.add_signs([(*signs, Sum(x, e, 0.5), -1.0, e, False) for signs, x, e in sums])
+    for signs, x, e, error in zip(layouts, vectors, left, errors, strict=False):
+        cpu.add_signs(*signs, Sum(x, error, 0.5), -1.0, error, False)
+        assert torch.equal(e, error)
+
+
+def test_rows_that_lie_apart_are_read_where_they_are() -> None:
+    """As in the answer of a fused collective, which is not copied to be read."""
+    x, columns = torch.randn(4 * 100), 100
+    scale, bits = cpu.encode_signs(x, 4, columns, 32, 1.0)
+    apart = torch.full((4, 50), 255, dtype=torch.uint8)[:, 7 : 7 + bits.shape[1]].copy_(bits)
+    strided = torch.full((4, 2 * scale.shape[1]), nan)[:, ::2].copy_(scale)
+    for kernel in (cpu, reference):
+        outs = torch.empty(2, 400)
+        for out, (s, b) in zip(outs, [(scale, bits), (strided, apart)], strict=True):
+            kernel.decode_signs(s, b, columns, 32, out)
+        assert torch.equal(*outs)
+        sums = torch.zeros(2, 100)
+        for out, (s, b) in zip(sums, [(scale, bits), (strided, apart)], strict=True):
+            kernel.add_signs(s, b, columns, 32, out, 0.5, out, True)
+        assert torch.equal(*sums)
 
 
 @relaxed
@@ -255,9 +302,9 @@ def test_threads_agree() -> None:
 
 def test_meta_takes_the_reference() -> None:
     x = torch.empty(39, device="meta")
-    scale, bits = kernels.encode_signs(x, 3, 13, 8)
+    ((scale, bits),) = kernels.encode_signs([(x, 3, 13, 8, 1.0)])
     assert (scale.shape, bits.shape, scale.device.type) == ((3, 2), (3, 2), "meta")
-    kernels.decode_signs(scale, bits, 13, 8, out=x)
+    kernels.decode_signs([(scale, bits, 13, 8, x)])
     scale, codes = kernels.encode_levels(x, 3, 13, 8, 5, key=1)
     assert (scale.shape, codes.shape, codes.device.type) == ((3, 2), (3, 9), "meta")
     kernels.add_levels(scale, codes, 13, 8, 5, x, 1.0, out=x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf, nan
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -98,14 +99,44 @@ def test_strided_matrices_are_read_by_their_meaning(place):
     x, error = (torch.randn(5, 7, generator=g).mT for _ in range(2))
     Q, P = torch.randn(5, 2, generator=g), torch.randn(7, 2, generator=g)
     x[place] += 10
-    torch.testing.assert_close(kernels.product(x, error, 1.0, Q), (x + error) @ Q)
-    torch.testing.assert_close(kernels.transposed_product(x, error, 1.0, P), (x + error).mT @ P)
+    torch.testing.assert_close(kernels.product([(x, error, 1.0, Q)])[0], (x + error) @ Q)
+    torch.testing.assert_close(kernels.transposed_product([(x, error, 1.0, P)])[0], (x + error).mT @ P)
 
 
 def test_many_columns_go_to_the_library():
-    assert kernels._low_rank_for(torch.ones(1), torch.ones(1, kernels.MOST_COLUMNS)) is lowrank
-    assert kernels._low_rank_for(torch.ones(1), torch.ones(1, kernels.MOST_COLUMNS + 1)) is reference
-    assert kernels._low_rank_for(torch.ones(1, device="meta"), torch.ones(1, 1)) is reference
+    few, many = torch.ones(1, kernels.MOST_COLUMNS), torch.ones(1, kernels.MOST_COLUMNS + 1)
+    with mock.patch.object(lowrank, "product_each", side_effect=lowrank.product_each) as fast:
+        sizes = [4, kernels.MOST_COLUMNS + 1, kernels.MOST_COLUMNS]
+        batch = [(torch.ones(2, 3), torch.ones(2, 3), 1.0, torch.full((3, r), float(r))) for r in sizes]
+        found = kernels.product(batch)
+    assert [len(args[0]) for args, _ in fast.call_args_list] == [2]
+    assert [P.tolist() for P in found] == [[[6.0 * r] * r] * 2 for r in sizes]
+    assert kernels._narrow_on_cpu(few)
+    assert not kernels._narrow_on_cpu(many)
+    assert not kernels._narrow_on_cpu(torch.ones(1, 1, device="meta"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_matrices_have_the_bits_that_they_have_alone(dtype):
+    wide, g = torch.promote_types(dtype, torch.float32), torch.Generator().manual_seed(0)
+    shapes = [(3, 5, 2), (64, 33, 4), (9, 1537, 4), (1, 1, 1), (40, 2000, 5)]
+    cases = []
+    for n, m, r in shapes:
+        x, error, P, Q = (torch.randn(*s, generator=g, dtype=wide) for s in [(n, m), (n, m), (n, r), (m, r)])
+        cases.append((x.to(dtype), error, P, Q))
+    products = kernels.product([(x, e, 0.5, Q) for x, e, _, Q in cases])
+    transposed = kernels.transposed_product([(x, e, 0.5, P) for x, e, P, _ in cases])
+    left, written = [e.clone() for _, e, _, _ in cases], [torch.empty_like(e) for _, e, _, _ in cases]
+    kernels.subtract_product([(x, e, 0.5, P, Q) for (x, _, P, Q), e in zip(cases, left, strict=True)])
+    kernels.write_product([(P, Q, out) for (_, _, P, Q), out in zip(cases, written, strict=True)])
+    for i, (x, error, P, Q) in enumerate(cases):
+        assert torch.equal(products[i], lowrank.product(x, error, 0.5, Q))
+        assert torch.equal(transposed[i], lowrank.transposed_product(x, error, 0.5, P))
+        alone = error.clone()
+        lowrank.subtract_product(x, alone, 0.5, P, Q)
+        assert torch.equal(left[i], alone)
+        kernels.write_product([(P, Q, alone)])
+        assert torch.equal(written[i], alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

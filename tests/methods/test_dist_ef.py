@@ -222,7 +222,7 @@ def test_the_compressor_contracts_by_what_the_paper_proves_with(d, shape, relaxa
     x = {"gaussian": x, "sparse": x * (torch.arange(d) % 50 == 0), "flat": x.sign(), "heavy": x**5}[shape]
     compressed = torch.empty_like(x)
     signs = ScaledSign(relaxation=relaxation)
-    signs.decode(signs.encode(x, 1, d), d, out=compressed)
+    signs.decode([(signs.encode([(x, 1, d)])[0], d, compressed)])
     delta = share(x)
     assert delta >= (1 - 1e-12) / d
     omega = min(relaxation, 1 / delta)
@@ -251,11 +251,11 @@ def test_relaxed_scales_shorten_the_lag(tail):
 
 def test_zero_and_negative_zero_are_plus_on_the_wire():
     x = torch.tensor([0.0, -0.0, 3.0, -1.0, 0.0, -0.0])
-    signs = ScaledSign().encode(x, 1, 6)
+    (signs,) = ScaledSign().encode([(x, 1, 6)])
     assert signs.bits.tolist() == [[0b110111]]
     scale = signs.scale.item()
     assert scale == pytest.approx(4 / 6)
-    ScaledSign().decode(signs, 6, out=x)
+    ScaledSign().decode([(signs, 6, x)])
     assert x.tolist() == [scale, scale, scale, -scale, scale, scale]
 
 
@@ -270,9 +270,9 @@ def test_zero_gradients_stay_zero():
 def test_padding_takes_no_part_in_the_scale(real):
     x = torch.randn(real, dtype=torch.float64, generator=seeded(1))
     vector = torch.cat([torch.ones(12, dtype=torch.float64), x])
-    signs = ScaledSign().encode(vector, 3, 12)
+    (signs,) = ScaledSign().encode([(vector, 3, 12)])
     close(signs.scale[:, 0], torch.tensor([1.0, x.abs().mean(), 0.0], dtype=torch.float64), 1e-15)
-    ScaledSign().decode(signs, 12, out=vector)
+    ScaledSign().decode([(signs, 12, vector)])
     close(vector[12:], scaled_sign(x), 1e-15)
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from thinwire.core.lift import bounded_ratio
 from thinwire.core.method import Context, Dense, Method, Reduced, State
 from thinwire.core.price import bytes_per_step
-from thinwire.core.requests import Exchange
-from thinwire.core.value import Sum, finite, subtract, wide
+from thinwire.core.requests import Batched, Exchange
+from thinwire.core.value import Sum, finite, subtract_each, wide
 
 
 class Wrapper(Method):
@@ -84,7 +84,7 @@ class ErrorFeedback(Wrapper):
             p.out.fill_(float("nan"))  # a method that sends a part of p could leave the bad number in the error, unseen
         out, inner = yield from self.inner.reduce(p if self.inner.adds else p.out, state.inner, ctx)  # type: ignore[arg-type]
         if ctx.lr != 0 and finite(out.mean):  # at a rate of 0 nothing is applied, so nothing is withheld
-            subtract(p, out.sent, out=state.error)
+            yield Batched(subtract_each, (p, out.sent, state.error))
         return out, ErrorFeedbackState(state.error, inner)
 
     def withheld(self, x: Tensor, state: ErrorFeedbackState, ctx: Context) -> Tensor:
@@ -196,7 +196,13 @@ def _saving(method: Method, shape: Sequence[int], world: int) -> float:
 @lru_cache(maxsize=4096)
 def _chosen(where: Where, shape: torch.Size, world: int) -> Method:
     """Once for each shape, rather than at each step."""
-    return where.inner if where.rule(where.inner, shape, world) else where.inner.dense()
+    return where.inner if where.rule(where.inner, shape, world) else _dense(where.inner)
+
+
+@lru_cache(maxsize=64)
+def _dense(method: Method) -> Method:
+    """One for all shapes, so that what it computes for them is computed together."""
+    return method.dense()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from thinwire.core.method import Compressor, Context, Method, Reduced, State
-from thinwire.core.requests import AllGather, AllReduce, AllToAll, Exchange, Payload
+from thinwire.core.requests import AllGather, AllReduce, AllToAll, Batched, Exchange, Payload
 from thinwire.core.value import Sum, finite, settled
+
+B = TypeVar("B")
+
+FEW = 1 << 18
+"""Numbers that are made at once of several tensors; of a larger one, its own."""
 
 
 class Raw(NamedTuple):
@@ -23,27 +29,42 @@ class Raw(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The numbers themselves, in ``dtype``."""
+    """The numbers themselves, in ``dtype``. All vectors of a batch are one for as long as they are computed with."""
 
-    unmade: ClassVar[bool] = False
+    unmade: ClassVar[bool] = True
     dtype: torch.dtype
 
-    def encode(self, x: Tensor | Sum, rows: int, columns: int) -> Raw:
-        narrow = settled(x).to(self.dtype)
-        return Raw(pad(narrow, (0, rows * columns - len(narrow))).view(rows, columns))
+    def encode(self, batch: Sequence[tuple[Tensor | Sum, int, int]]) -> list[Raw]:
+        found = []
+        for some in _few(batch, lambda one: one[0].numel()):
+            narrow = _end_to_end([x for x, _, _ in some]).to(self.dtype)
+            for (x, rows, columns), own in zip(some, _apart(narrow, [x.numel() for x, _, _ in some]), strict=True):
+                missing = rows * columns - x.numel()
+                found.append(Raw((pad(own, (0, missing)) if missing else own).view(rows, columns)))
+        return found
 
-    def decode(self, payload: Raw, columns: int, out: Tensor) -> None:
-        out.copy_(payload.values.flatten()[: len(out)])
+    def decode(self, batch: Sequence[tuple[Raw, int, Tensor]]) -> None:
+        for payload, _, out in batch:
+            out.copy_(_first(payload.values.reshape(-1), out.numel()))
 
-    def add(self, payload: Raw, columns: int, base: Tensor, alpha: float, out: Tensor, stacked: bool = False) -> None:
-        values = payload.values.sum(0, dtype=out.dtype) if stacked else payload.values.view(-1)
-        torch.add(base, values[: out.numel()], alpha=alpha, out=out)
+    def add(self, batch: Sequence[tuple[Raw, int, Tensor | Sum, float, Tensor, bool]]) -> None:
+        alike: dict[Any, list[Any]] = {}
+        for payload, _, base, alpha, out, stacked in batch:
+            alike.setdefault((alpha, stacked, out.dtype), []).append((payload.values, base, out))
+        for (alpha, stacked, dtype), members in alike.items():
+            for some in _few(members, lambda one: one[2].numel()):
+                values, bases, outs = zip(*some, strict=True)
+                if stacked:
+                    values = _apart(torch.cat(values, dim=1).sum(0, dtype=dtype), [v.shape[1] for v in values])
+                sizes = [out.numel() for out in outs]
+                flat = torch.cat([_first(v.reshape(-1), size) for v, size in zip(values, sizes, strict=True)])
+                torch._foreach_copy_(outs, _apart(torch.add(_end_to_end(bases), flat, alpha=alpha), sizes))
 
     def finite(self, payload: Raw) -> bool:
         return finite(payload.values)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decoded:
     """What a payload stands for, in the shape of the memory that it is written to."""
 
@@ -52,14 +73,58 @@ class Decoded:
     columns: int
 
     def write(self, out: Tensor) -> None:
-        self.compressor.decode(self.payload, self.columns, out.view(-1))
+        self.write_each([(self, out)])
 
     def subtract(self, p: Tensor | Sum, out: Tensor) -> None:
-        left = self.compressor.unmade and isinstance(p, Sum) and p.pending and p.error is out
-        self.compressor.add(self.payload, self.columns, (p if left else settled(p)).flatten(), -1.0, out.view(-1))
+        self.subtract_each([(self, p, out)])
 
     def finite(self) -> bool:
+        return self._finite
+
+    @cached_property
+    def _finite(self) -> bool:
         return self.compressor.finite(self.payload)
+
+    @staticmethod
+    def write_each(batch: Sequence[tuple[Decoded, Tensor]]) -> None:
+        for C, members in _by_compressor(batch):
+            C.decode([(value.payload, value.columns, out.view(-1)) for value, out in members])
+
+    @staticmethod
+    def subtract_each(batch: Sequence[tuple[Decoded, Tensor | Sum, Tensor]]) -> None:
+        for C, members in _by_compressor(batch):
+            bases = [(p if _left(C, p, out) else settled(p)).flatten() for _, p, out in members]
+            parts = zip(members, bases, strict=True)
+            C.add([(value.payload, value.columns, base, -1.0, out.view(-1), False) for (value, _, out), base in parts])
+
+
+def _end_to_end(vectors: Sequence[Tensor | Sum]) -> Tensor:
+    """As one; sums stay unmade."""
+    first = vectors[0]
+    if isinstance(first, Sum) and all(isinstance(x, Sum) and x.pending and x.ratio == first.ratio for x in vectors):
+        sums: Any = vectors
+        return torch.add(torch.cat([p.x for p in sums]), torch.cat([p.error for p in sums]), alpha=first.ratio)
+    return torch.cat([x.value() if isinstance(x, Sum) else x for x in vectors])
+
+
+def _apart(vector: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    return tuple(torch.split_with_sizes(vector, sizes))
+
+
+def _first(values: Tensor, count: int) -> Tensor:
+    return values if values.numel() == count else values[:count]
+
+
+def _left(C: Compressor, p: Tensor | Sum, out: Tensor) -> bool:
+    """Whether a sum need not be made."""
+    return C.unmade and isinstance(p, Sum) and p.pending and p.error is out
+
+
+def _by_compressor(batch: Sequence[Any]) -> Iterable[tuple[Compressor, list[Any]]]:
+    together: dict[Compressor, list[Any]] = {}
+    for member in batch:
+        together.setdefault(member[0].compressor, []).append(member)
+    return together.items()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +158,7 @@ class MeanDecoded:
 
     def _add(self, out: Tensor, alpha: float) -> None:
         flat, share = out.view(-1), alpha / len(self.payload[0])
-        self.compressor.add(self.payload, self.columns, flat, share, flat, stacked=True)
+        self.compressor.add([(self.payload, self.columns, flat, share, flat, True)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +178,22 @@ class Gathered(Method):
 
     def reduce(self, x: Tensor | Sum, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         C, d = self.compressor, x.numel()
-        pushed = C.encode(x.flatten(), 1, d)
+        pushed = yield Batched(C.encode, (x.flatten(), 1, d))
         pulled = yield AllGather(type(pushed)(*(t[0] for t in pushed)))
         return Reduced(MeanDecoded(C, pulled, d), sent=Decoded(C, pushed, d)), state
 
 
 class TwoWayState(NamedTuple):
     server_error: Tensor  # (size of my chunk,)
+
+
+class Task(NamedTuple):
+    """What a server has to do with its chunk of one tensor."""
+
+    received: Payload
+    columns: int
+    error: Tensor
+    ratio: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,24 +219,44 @@ class TwoWay(Method):
 
     def reduce(self, x: Tensor | Sum, state: TwoWayState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         C, columns = self.compressor, _chunk_sizes(x.numel(), ctx.world)[0]
-        pushed = C.encode(x.flatten(), ctx.world, columns)
+        pushed = yield Batched(C.encode, (x.flatten(), ctx.world, columns))
         received = yield AllToAll(pushed)
 
-        ratio, e = bounded_ratio(ctx, self.max_ratio), state.server_error
-        # made twice, since the error must outlive a step that goes wrong, and a copy kept until then is 1/W of a model
-        answer = C.encode(self._served(received, columns, e, ratio, torch.empty_like(e)), 1, columns)
+        task = Task(received, columns, state.server_error, bounded_ratio(ctx, self.max_ratio))
+        answer = yield Batched(self._answer, task)
         pulled = yield AllGather(type(answer)(*(t[0] for t in answer)))
 
         out = Reduced(Decoded(C, pulled, columns), sent=Decoded(C, pushed, columns))
-        if ctx.lr == 0 or not C.finite(pulled):
+        if ctx.lr == 0 or not finite(out.mean):
             return out, state
-        C.add(answer, columns, self._served(received, columns, e, ratio, e), -1.0, out=e)
-        return out, TwoWayState(e)
+        yield Batched(self._settle, (task, answer))
+        return out, TwoWayState(task.error)
 
-    def _served(self, received: Payload, columns: int, e: Tensor, ratio: float, out: Tensor) -> Tensor:
-        scaled = e if ratio == 1 else torch.mul(e, ratio, out=out)
-        self.compressor.add(received, columns, scaled, 1 / len(received[0]), out=out, stacked=True)
-        return out
+    def _answer(self, tasks: Sequence[Task]) -> list[Payload]:
+        """C(a)"""
+        answers: list[Payload] = []
+        for some in _few(tasks, lambda task: task.error.numel()):
+            sums = [torch.empty_like(task.error) for task in some]
+            self._sum(some, sums)
+            answers += self.compressor.encode([(a, 1, task.columns) for task, a in zip(some, sums, strict=True)])
+        return answers
+
+    def _settle(self, settled: Sequence[tuple[Task, Payload]]) -> list[None]:
+        """e~ = a - C(a)
+
+        a is made twice, since the error must outlive a step that goes wrong, and what is kept until then is 1/W of all.
+        """
+        self._sum([task for task, _ in settled], [task.error for task, _ in settled])
+        self.compressor.add([(answer, task.columns, task.error, -1.0, task.error, False) for task, answer in settled])
+        return [None] * len(settled)
+
+    def _sum(self, tasks: Sequence[Task], outs: Sequence[Tensor]) -> None:
+        """a"""
+        parts = []
+        for task, out in zip(tasks, outs, strict=True):
+            scaled = task.error if task.ratio == 1 else torch.mul(task.error, task.ratio, out=out)
+            parts.append((task.received, task.columns, scaled, 1 / len(task.received[0]), out, True))
+        self.compressor.add(parts)
 
     def withheld(self, x: Tensor, state: TwoWayState, ctx: Context) -> Tensor:
         sizes = _chunk_sizes(x.numel(), ctx.world)
@@ -191,6 +285,20 @@ def two_way(compressor: Compressor, max_ratio: float | None = None) -> Method:
 def bounded_ratio(ctx: Context, most: float | None) -> float:
     """eta_{t-1}/eta_t for an error that follows the learning rate, at most ``most``; else 1."""
     return 1.0 if most is None else min(ctx.lr_ratio, most)
+
+
+def _few(batch: Sequence[B], size: Callable[[B], int]) -> Iterator[list[B]]:
+    """As many at a time as what is made of them is small: of all, it could be as large as a model."""
+    some: list[B] = []
+    total = 0
+    for one in batch:
+        if some and total + size(one) > FEW:
+            yield some
+            some, total = [], 0
+        some.append(one)
+        total += size(one)
+    if some:
+        yield some
 
 
 def _chunk_sizes(numel: int, world: int) -> list[int]:

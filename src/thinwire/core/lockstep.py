@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.core.requests import AllGather, AllReduce, AllToAll, Batched, Exchange, Payload, Request, Swap
+from thinwire.core.requests import AllGather, AllReduce, AllToAll, Batched, Exchange, Request, Swap
 
 R = TypeVar("R")
 
@@ -133,15 +133,14 @@ class Lockstep(Generic[R]):
         return {i: tuple(parts) if len(parts) > 1 else parts[0] for i, parts in replies.items()}
 
 
-def _computed(batched: Sequence[tuple[int, Batched]]) -> list[tuple[int, Tensor]]:
-    alike: dict[Any, list[tuple[int, Tensor]]] = {}
+def _computed(batched: Sequence[tuple[int, Batched]]) -> list[tuple[int, Any]]:
+    together: dict[Any, list[tuple[int, Any]]] = {}
     for i, one in batched:
-        alike.setdefault((one.function, one.tensor.shape, one.tensor.dtype), []).append((i, one.tensor))
-    replies: list[tuple[int, Tensor]] = []
-    for (function, *_), members in alike.items():
-        places, tensors = zip(*members, strict=True)
-        # also a lone one as a stack: its layout, and with it what comes of it, is then the same in any company
-        replies += zip(places, function(torch.stack(tensors)).unbind(), strict=True)
+        together.setdefault(one.function, []).append((i, one.args))
+    replies: list[tuple[int, Any]] = []
+    for function, members in together.items():
+        answers = function([args for _, args in members])
+        replies += [(i, answer) for (i, _), answer in zip(members, answers, strict=True)]
     return replies
 
 
@@ -188,33 +187,41 @@ def cut(buffer: Tensor, sizes: Mapping[int, int]) -> dict[int, Tensor]:
     return dict(zip(sizes, torch.split(buffer, list(sizes.values())), strict=True)) if sizes else {}
 
 
-def _gather(requests: Sequence[Request], scratch: Tensor | None) -> Tensor:
-    first = requests[0]
-    if isinstance(first, AllReduce):
-        return _flat([r.tensor for r in requests if isinstance(r, AllReduce)], scratch)
-    payloads: list[Payload] = [r.payload for r in requests if not isinstance(r, AllReduce)]
-    if isinstance(first, AllGather):
-        return torch.cat([_bytes(t.reshape(1, -1)) for p in payloads for t in p], dim=1).flatten()
-    return torch.cat([_bytes(t.reshape(t.shape[0], -1)) for p in payloads for t in p], dim=1)
+def _gather(requests: Sequence[Any], scratch: Tensor | None) -> Tensor:
+    if isinstance(requests[0], AllReduce):
+        return _flat([r.tensor for r in requests], scratch)
+    rows = 1 if isinstance(requests[0], AllGather) else len(requests[0].payload[0])
+    regions = [torch.cat([t.reshape(rows, -1) for _, _, t in parts], dim=1) for parts in _by_dtype(requests)]
+    buffer = torch.cat([region.view(torch.uint8) for region in regions], dim=1) if len(regions) > 1 else regions[0]
+    return _bytes(buffer[0] if isinstance(requests[0], AllGather) else buffer)
 
 
-def _split(requests: Sequence[Request], answer: Tensor) -> Iterator[Any]:
-    start = 0
-    for request in requests:
-        if isinstance(request, AllReduce):
-            n = request.tensor.numel()
-            yield answer[start : start + n].view(request.tensor.shape)
-            start += n
-            continue
-        parts = []
-        for t in request.payload:
-            stacked = (answer.shape[0], *(t.shape if isinstance(request, AllGather) else t.shape[1:]))
-            n = t.numel() * t.element_size() // (1 if isinstance(request, AllGather) else t.shape[0])
-            # a fresh copy is aligned, which reading bytes as wider numbers needs
-            fresh = answer[:, start : start + n].clone(memory_format=torch.contiguous_format)
-            parts.append(fresh.view(t.dtype).view(stacked))
-            start += n
-        yield type(request.payload)(*parts)
+def _by_dtype(requests: Sequence[Any]) -> list[list[tuple[int, int, Tensor]]]:
+    """The parts of all payloads, by the number of the request and their place in it: those of a type lie together."""
+    found: dict[torch.dtype, list[tuple[int, int, Tensor]]] = {}
+    for i, request in enumerate(requests):
+        for j, t in enumerate(request.payload):
+            found.setdefault(t.dtype, []).append((i, j, t))
+    return [found[dtype] for dtype in sorted(found, key=str)]
+
+
+def _split(requests: Sequence[Any], answer: Tensor) -> list[Any]:
+    if isinstance(requests[0], AllReduce):
+        own = torch.split(answer, [r.tensor.numel() for r in requests])
+        return [part.view(r.tensor.shape) for part, r in zip(own, requests, strict=True)]
+    gathered, world, start = isinstance(requests[0], AllGather), len(answer), 0
+    replies: list[list[Any]] = [[None] * len(r.payload) for r in requests]
+    for parts in _by_dtype(requests):
+        sizes = [t.numel() // (1 if gathered else world) for _, _, t in parts]
+        first, size = parts[0][2], sum(sizes) * parts[0][2].element_size()
+        region = answer[:, start : start + size]
+        if first.dtype != torch.uint8:  # a fresh copy is aligned, which reading bytes as wider numbers needs
+            region = region.clone(memory_format=torch.contiguous_format).view(first.dtype)
+        start += size
+        for (i, j, t), part in zip(parts, torch.split(region, sizes, dim=1), strict=True):
+            shape = t.shape if gathered else t.shape[1:]
+            replies[i][j] = part if len(shape) == 1 else part.reshape(world, *shape)
+    return [type(r.payload)(*reply) for r, reply in zip(requests, replies, strict=True)]
 
 
 def _flat(tensors: Sequence[Tensor], scratch: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from thinwire.core.requests import AllReduce, Exchange, Payload
+from thinwire.core.requests import AllReduce, Exchange
 from thinwire.core.value import Sum, Value, settled
 
 State = tuple[Any, ...]
@@ -141,7 +141,7 @@ class Dense(Method):
 
 
 class Compressor(Protocol):
-    """Encodes and decodes without communication.
+    """Encodes and decodes without communication: a batch of vectors at a time, each with the same bits as alone.
 
     A vector is cut into independent rows of ``columns`` numbers, one for each worker that is to have it; the last rows
     may be short or empty. A payload's tensors have a row for each of them, in the same shape on every worker.
@@ -150,14 +150,14 @@ class Compressor(Protocol):
     unmade: ClassVar[bool]
     """Whether ``encode`` leaves a sum unmade, and ``add`` takes one whose error is ``out``."""
 
-    def encode(self, x: Tensor | Sum, rows: int, columns: int) -> Payload:
-        """x (d,), with d at most rows * columns."""
+    def encode(self, batch: Sequence[tuple[Tensor | Sum, int, int]]) -> Sequence[Any]:
+        """The payloads of (x, rows, columns), x (d,) with d at most rows * columns."""
 
-    def decode(self, payload: Any, columns: int, out: Tensor) -> None:
-        """out = C(x), out (d,)"""
+    def decode(self, batch: Sequence[tuple[Any, int, Tensor]]) -> None:
+        """(payload, columns, out): out = C(x), out (d,)"""
 
-    def add(self, payload: Any, columns: int, base: Any, alpha: float, out: Tensor, stacked: bool = False) -> None:
-        """out = base + alpha C(x), which may be the same memory.
+    def add(self, batch: Sequence[tuple[Any, int, Any, float, Tensor, bool]]) -> None:
+        """(payload, columns, base, alpha, out, stacked): out = base + alpha C(x), which may be the same memory.
 
         ``stacked``: a row is not a part of a vector but a worker's whole one, and they are added in their order.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -53,14 +53,14 @@ class Swap(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class Batched:
-    """No communication: the answer is ``function(tensor)``.
+    """No communication: the answer is what ``function`` makes of ``args``.
 
-    Tensors of one shape and type that come to the same function together are computed in one call, on their stack;
-    so the function gives each matrix of a stack the same bits as alone.
+    All that come to the same function together are computed in one call. It takes a list of such ``args``, and gives a
+    list of answers, each with the same bits as alone.
     """
 
-    function: Callable[[Tensor], Tensor]
-    tensor: Tensor
+    function: Callable[[list[Any]], Sequence[Any]]
+    args: Any
 
 
 Request = AllReduce | AllGather[Any] | AllToAll[Any] | Swap[Any]

@@ -1,13 +1,16 @@
 """Hot loops, chosen by device and dtype. Callers use the functions here and never a module below.
 
 ``reference`` is the specification, and the path of every tensor without a kernel. A faster kernel is a module with
-the functions of ``Kernels``, equal to ``reference`` in the tests, and a case in ``_for``.
+the functions of ``Kernels``, equal to ``reference`` in the tests, and a case in ``_for``. Those of signs and low rank,
+which models of many small layers call most, take a batch: a list of what ``reference`` takes, in one call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Protocol
+from itertools import repeat
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,24 +24,6 @@ MOST_COLUMNS = 16
 
 class Kernels(Protocol):
     """What each module of kernels defines; ``reference`` says what they mean."""
-
-    def encode_signs(
-        self, x: Tensor | Sum, rows: int, columns: int, block: int, most: float
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def decode_signs(self, scale: Tensor, bits: Tensor, columns: int, block: int, out: Tensor) -> None: ...
-
-    def add_signs(
-        self,
-        scale: Tensor,
-        bits: Tensor,
-        columns: int,
-        block: int,
-        base: Tensor | Sum,
-        alpha: float,
-        out: Tensor,
-        stacked: bool,
-    ) -> None: ...
 
     def pack_bits(self, codes: Tensor, bits: int) -> Tensor: ...
 
@@ -68,39 +53,16 @@ class Kernels(Protocol):
     def top_k(self, x: Tensor | Sum, k: int) -> tuple[Tensor, Tensor]: ...
 
 
-class LowRankKernels(Protocol):
-    """Those of the low-rank methods; x, which may be of 16 bits, error and out are matrices."""
-
-    def orthogonalize(self, P: Tensor) -> Tensor: ...
-
-    def product(self, x: Tensor, error: Tensor, ratio: float, Q: Tensor) -> Tensor: ...
-
-    def transposed_product(self, x: Tensor, error: Tensor, ratio: float, P: Tensor) -> Tensor: ...
-
-    def subtract_product(self, x: Tensor, error: Tensor, ratio: float, P: Tensor, Q: Tensor) -> None: ...
-
-    def write_product(self, P: Tensor, Q: Tensor, out: Tensor) -> None: ...
+def encode_signs(batch: Sequence[tuple[Tensor | Sum, int, int, int, float]]) -> list[tuple[Tensor, Tensor]]:
+    return _each(_cpu, "encode_signs", batch, [_on_cpu(x) for x, *_ in batch])
 
 
-def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int, most: float = 1.0) -> tuple[Tensor, Tensor]:
-    return _reading(x).encode_signs(x, rows, columns, block, most)
+def decode_signs(batch: Sequence[tuple[Tensor, Tensor, int, int, Tensor]]) -> None:
+    _each(_cpu, "decode_signs", batch, [_on_cpu(out) for *_, out in batch])
 
 
-def decode_signs(scale: Tensor, bits: Tensor, columns: int, block: int, out: Tensor) -> None:
-    _for(out).decode_signs(scale, bits, columns, block, out)
-
-
-def add_signs(
-    scale: Tensor,
-    bits: Tensor,
-    columns: int,
-    block: int,
-    base: Tensor | Sum,
-    alpha: float,
-    out: Tensor,
-    stacked: bool = False,
-) -> None:
-    _for(out).add_signs(scale, bits, columns, block, base, alpha, out, stacked)
+def add_signs(batch: Sequence[tuple[Tensor, Tensor, int, int, Tensor | Sum, float, Tensor, bool]]) -> None:
+    _each(_cpu, "add_signs", batch, [_on_cpu(out) for *_, out, _ in batch])
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
@@ -142,33 +104,51 @@ def top_k(x: Tensor | Sum, k: int) -> tuple[Tensor, Tensor]:
 
 
 def orthogonalize(P: Tensor) -> Tensor:
-    return _low_rank_for(P, P[0]).orthogonalize(P)
+    found: Tensor = (_low_rank() if _narrow_on_cpu(P[0]) else reference).orthogonalize(P)
+    return found
 
 
-def product(x: Tensor, error: Tensor, ratio: float, Q: Tensor) -> Tensor:
-    return _low_rank_for(error, Q).product(x, error, ratio, Q)
+def product(batch: Sequence[tuple[Tensor, Tensor, float, Tensor]]) -> list[Tensor]:
+    return _each(_low_rank, "product", batch, [_narrow_on_cpu(Q) for *_, Q in batch])
 
 
-def transposed_product(x: Tensor, error: Tensor, ratio: float, P: Tensor) -> Tensor:
-    return _low_rank_for(error, P).transposed_product(x, error, ratio, P)
+def transposed_product(batch: Sequence[tuple[Tensor, Tensor, float, Tensor]]) -> list[Tensor]:
+    return _each(_low_rank, "transposed_product", batch, [_narrow_on_cpu(P) for *_, P in batch])
 
 
-def subtract_product(x: Tensor, error: Tensor, ratio: float, P: Tensor, Q: Tensor) -> None:
-    _low_rank_for(error, P).subtract_product(x, error, ratio, P, Q)
+def subtract_product(batch: Sequence[tuple[Tensor, Tensor, float, Tensor, Tensor]]) -> None:
+    _each(_low_rank, "subtract_product", batch, [_narrow_on_cpu(P) for *_, P, _ in batch])
 
 
-def write_product(P: Tensor, Q: Tensor, out: Tensor) -> None:
-    (_low_rank_for(out, P) if P.shape[1] <= 4 else reference).write_product(P, Q, out)
+def write_product(batch: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+    _each(_low_rank, "write_product", batch, [_narrow_on_cpu(P) and P.shape[1] <= 4 for P, *_ in batch])
 
 
-def _low_rank_for(x: Tensor, factor: Tensor) -> LowRankKernels:
-    if x.is_cpu and x.dtype in (torch.float32, torch.float64) and factor.shape[1] <= MOST_COLUMNS:
-        return _cpu_low_rank()
-    return reference
+def _each(module: Callable[[], Any], kernel: str, batch: Sequence[Any], fast: Sequence[bool]) -> list[Any]:
+    """The answers for all of the batch: those that are ``fast`` by the module's kernel, in one call."""
+    together = [args for args, one in zip(batch, fast, strict=True) if one]
+    answers = iter((getattr(module(), f"{kernel}_each")(together) if together else None) or repeat(None))
+    alone = getattr(reference, kernel)
+    return [next(answers) if one else alone(*args) for args, one in zip(batch, fast, strict=True)]
+
+
+def _on_cpu(x: Tensor | Sum) -> bool:
+    return (x.x if isinstance(x, Sum) else x).is_cpu
+
+
+def _narrow_on_cpu(factor: Tensor) -> bool:
+    return factor.is_cpu and factor.shape[1] <= MOST_COLUMNS
 
 
 @cache
-def _cpu_low_rank() -> LowRankKernels:
+def _cpu() -> Any:
+    from thinwire.kernels import cpu  # here, so that only its users pay for importing numba
+
+    return cpu
+
+
+@cache
+def _low_rank() -> Any:
     from thinwire.kernels.cpu import lowrank
 
     return lowrank
@@ -176,9 +156,8 @@ def _cpu_low_rank() -> LowRankKernels:
 
 def _for(x: Tensor) -> Kernels:
     if x.device.type == "cpu" and x.dtype in (*WIDE, torch.uint8):
-        from thinwire.kernels import cpu  # here, so that only its users pay for importing numba
-
-        return cpu
+        found: Kernels = _cpu()
+        return found
     return reference
 
 

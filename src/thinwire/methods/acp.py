@@ -48,12 +48,12 @@ class ACP(LowRank):
         M = x.flatten(1)
         if state.turn % 2 == 0:
             Q = yield Batched(orthogonalize, state.Q)
-            P_local = product(M, Q)
+            P_local = yield Batched(product, (M, Q))
             P = yield AllReduce(P_local)
             sent = Product(P_local, Q)
         else:
             P = yield Batched(orthogonalize, state.P)
-            Q_local = transposed_product(M, P)
+            Q_local = yield Batched(transposed_product, (M, P))
             Q = yield AllReduce(Q_local)
             sent = Product(P, Q_local)
         return Reduced(Product(P, Q), sent), ACPState(P, Q, state.turn + 1)

@@ -17,6 +17,7 @@ to zero makes it infinite; a step whose rate is zero applies nothing and leaves 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -44,16 +45,20 @@ class ScaledSign:
     """Most elements that share a scale; 0 for all of a row."""
     relaxation: float = 1.0
 
-    def encode(self, x: Tensor | Sum, rows: int, columns: int) -> Signs:
-        return Signs(*kernels.encode_signs(x, rows, columns, self._block(columns), self.relaxation))
+    def encode(self, batch: Sequence[tuple[Tensor | Sum, int, int]]) -> list[Signs]:
+        given = [(x, rows, columns, self._block(columns), self.relaxation) for x, rows, columns in batch]
+        return [Signs(*signs) for signs in kernels.encode_signs(given)]
 
-    def decode(self, payload: Signs, columns: int, out: Tensor) -> None:
-        kernels.decode_signs(payload.scale, payload.bits, columns, self._block(columns), out)
+    def decode(self, batch: Sequence[tuple[Signs, int, Tensor]]) -> None:
+        kernels.decode_signs([(*signs, columns, self._block(columns), out) for signs, columns, out in batch])
 
-    def add(
-        self, payload: Signs, columns: int, base: Tensor | Sum, alpha: float, out: Tensor, stacked: bool = False
-    ) -> None:
-        kernels.add_signs(payload.scale, payload.bits, columns, self._block(columns), base, alpha, out, stacked)
+    def add(self, batch: Sequence[tuple[Signs, int, Tensor | Sum, float, Tensor, bool]]) -> None:
+        kernels.add_signs(
+            [
+                (*signs, columns, self._block(columns), base, alpha, out, stacked)
+                for signs, columns, base, alpha, out, stacked in batch
+            ]
+        )
 
     def finite(self, payload: Signs) -> bool:
         return finite(payload.scale)

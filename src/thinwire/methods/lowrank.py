@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch.linalg import vector_norm
 from thinwire import kernels
 from thinwire.core.combine import Rule, error_feedback, where
 from thinwire.core.method import Method
-from thinwire.core.value import Sum
+from thinwire.core.value import Sum, settled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,7 @@ class LowRank(Method):
         return where(Rule(min_dims=2), error_feedback(self))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Product:
     """P Q^T, in the shape of the memory that it is written to."""
 
@@ -43,32 +45,53 @@ class Product:
     Q: Tensor  # (m, r)
 
     def write(self, out: Tensor) -> None:
-        kernels.write_product(self.P, self.Q, out.flatten(1))
+        self.write_each([(self, out)])
 
     def subtract(self, p: Tensor | Sum, out: Tensor) -> None:
-        if isinstance(p, Sum) and p.pending and p.error is out:
-            kernels.subtract_product(p.x.flatten(1), out.flatten(1), p.ratio, self.P, self.Q)
-        else:
-            p = p.made() if isinstance(p, Sum) else p
-            torch.addmm(p.flatten(1), self.P, self.Q.mT, alpha=-1, out=out.flatten(1))
+        self.subtract_each([(self, p, out)])
+
+    @staticmethod
+    def write_each(batch: Sequence[tuple[Product, Tensor]]) -> None:
+        kernels.write_product([(value.P, value.Q, out.flatten(1)) for value, out in batch])
+
+    @staticmethod
+    def subtract_each(batch: Sequence[tuple[Product, Tensor | Sum, Tensor]]) -> None:
+        unmade = []
+        for value, p, out in batch:
+            if isinstance(p, Sum) and p.pending and p.error is out:
+                unmade.append((p.x.flatten(1), out.flatten(1), p.ratio, value.P, value.Q))
+            else:
+                torch.addmm(settled(p).flatten(1), value.P, value.Q.mT, alpha=-1, out=out.flatten(1))
+        kernels.subtract_product(unmade)
 
     def finite(self) -> bool:
+        return self._finite
+
+    @cached_property
+    def _finite(self) -> bool:
         if self.P.is_meta:
             return True
         # bounds every entry of the product; NaN compares with nothing
         return bool(vector_norm(self.P).item() * vector_norm(self.Q).item() <= torch.finfo(self.P.dtype).max)
 
 
-def orthogonalize(P: Tensor) -> Tensor:  # (k, n, r) -> (k, n, r)
+def orthogonalize(batch: Sequence[Tensor]) -> list[Tensor]:  # (n, r) -> (n, r)
     """Orthonormal columns that span those of each P; a zero P gives some orthonormal columns, never NaN."""
-    return kernels.orthogonalize(P)
+    alike: dict[Any, list[Tensor]] = {}
+    for P in batch:
+        alike.setdefault((P.shape, P.dtype), []).append(P)
+    # also a lone one as a stack: its layout, and with it what comes of it, is then the same in any company
+    found = {kind: iter(kernels.orthogonalize(torch.stack(members)).unbind()) for kind, members in alike.items()}
+    return [next(found[P.shape, P.dtype]) for P in batch]
 
 
-def product(M: Tensor | Sum, Q: Tensor) -> Tensor:  # (n, m), (m, r) -> (n, r)
+def product(batch: Sequence[tuple[Tensor | Sum, Tensor]]) -> list[Tensor]:  # (n, m), (m, r) -> (n, r)
     """M Q; a sum is added in passing."""
-    return kernels.product(M.x, M.error, M.ratio, Q) if isinstance(M, Sum) else M @ Q
+    sums = iter(kernels.product([(M.x, M.error, M.ratio, Q) for M, Q in batch if isinstance(M, Sum)]))
+    return [next(sums) if isinstance(M, Sum) else M @ Q for M, Q in batch]
 
 
-def transposed_product(M: Tensor | Sum, P: Tensor) -> Tensor:  # (n, m), (n, r) -> (m, r)
+def transposed_product(batch: Sequence[tuple[Tensor | Sum, Tensor]]) -> list[Tensor]:  # (n, m), (n, r) -> (m, r)
     """M^T P, computed as (P^T M)^T: with few columns the direct form is many times slower on a CPU."""
-    return kernels.transposed_product(M.x, M.error, M.ratio, P) if isinstance(M, Sum) else (P.mT @ M).mT
+    sums = iter(kernels.transposed_product([(M.x, M.error, M.ratio, P) for M, P in batch if isinstance(M, Sum)]))
+    return [next(sums) if isinstance(M, Sum) else (P.mT @ M).mT for M, P in batch]

@@ -41,8 +41,9 @@ class PowerSGD(LowRank):
 
     def reduce(self, x: Tensor | Sum, state: PowerSGDState, ctx: Context) -> Exchange[tuple[Reduced, PowerSGDState]]:
         M = x.flatten(1)
-        P = yield AllReduce(product(M, state.Q))
+        P = yield Batched(product, (M, state.Q))
+        P = yield AllReduce(P)
         P = yield Batched(orthogonalize, P)
-        Q_local = transposed_product(M, P)
+        Q_local = yield Batched(transposed_product, (M, P))
         Q = yield AllReduce(Q_local)
         return Reduced(Product(P, Q), sent=Product(P, Q_local)), PowerSGDState(Q)

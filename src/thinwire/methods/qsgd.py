@@ -17,6 +17,7 @@ Departure: codes have a fixed width in place of Elias coding. Where gathering co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -44,16 +45,15 @@ class StochasticLevels:
     block: int
     key: int
 
-    def encode(self, x: Tensor | Sum, rows: int, columns: int) -> Levels:
-        return Levels(*kernels.encode_levels(x, rows, columns, self.block, self.bits, self.key))
+    def encode(self, batch: Sequence[tuple[Tensor | Sum, int, int]]) -> list[Levels]:
+        return [Levels(*kernels.encode_levels(*given, self.block, self.bits, self.key)) for given in batch]
 
-    def decode(self, payload: Levels, columns: int, out: Tensor) -> None:
-        self.add(payload, columns, out.zero_(), 1.0, out)
+    def decode(self, batch: Sequence[tuple[Levels, int, Tensor]]) -> None:
+        self.add([(payload, columns, out.zero_(), 1.0, out, False) for payload, columns, out in batch])
 
-    def add(
-        self, payload: Levels, columns: int, base: Tensor, alpha: float, out: Tensor, stacked: bool = False
-    ) -> None:
-        kernels.add_levels(payload.scale, payload.codes, columns, self.block, self.bits, base, alpha, out, stacked)
+    def add(self, batch: Sequence[tuple[Levels, int, Tensor, float, Tensor, bool]]) -> None:
+        for payload, columns, base, alpha, out, stacked in batch:
+            kernels.add_levels(*payload, columns, self.block, self.bits, base, alpha, out, stacked)
 
     def finite(self, payload: Levels) -> bool:
         return finite(payload.scale)

@@ -16,7 +16,7 @@ from thinwire.core.lockstep import Collective
 from thinwire.core.method import Averager, Context, Dense, Method, Owner, State
 from thinwire.core.rehearsal import rehearse
 from thinwire.core.requests import Exchange
-from thinwire.core.value import Value, made, write
+from thinwire.core.value import Value, made, write_each
 from thinwire.errors import ExchangeError
 from thinwire.registry import Recipe, resolve
 from thinwire.runtime.buckets import Bucket, Part, packed
@@ -166,8 +166,7 @@ class Synchronizer:
             return [exchange(Dense(), tensor, (), ctx) for tensor in tensors]
 
         def finish(results: Results) -> None:
-            for tensor, (mean, _) in zip(tensors, results, strict=True):
-                write(tensor, mean)
+            write_each([(tensor, mean) for tensor, (mean, _) in zip(tensors, results, strict=True)])
 
         def release() -> None:
             future.set_result(tensors[0])
@@ -226,10 +225,9 @@ class Synchronizer:
             return [self._exchange(part, ctx, method) for part, ctx in zip(parts, contexts, strict=True)]
 
         def finish(results: Results) -> None:
-            for part, ctx, (mean, state) in zip(parts, contexts, results, strict=True):
-                write(part.grad, mean)
-                if method is None:
-                    self.ledger.keep(ctx, state)
+            write_each([(part.grad, mean) for part, (mean, _) in zip(parts, results, strict=True)])
+            for ctx, (_, state) in zip(contexts if method is None else (), results, strict=False):
+                self.ledger.keep(ctx, state)
             self._count(bucket)
 
         def release() -> None:

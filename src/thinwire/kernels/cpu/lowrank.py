@@ -1,285 +1,161 @@
 """The low-rank kernels on the CPU: numba loops that read gradient and error where they lie, in one pass.
 
-Four columns of a factor are taken at a time, so ranks are filled up with zeros to a multiple of four. Factors are laid
-out as rows of the matrix's length. Places are counted in unsigned numbers: numba would look at each signed one for
-being negative, and the loops would not become vector instructions.
+The loops (``factors``) take four columns of a factor at a time: ranks are filled up with zeros to a multiple of four.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from numba import types
-from numba.extending import overload
 from torch import Tensor
-from torch.nn.functional import pad
 
+from thinwire.kernels.cpu import factors
+from thinwire.kernels.cpu.factors import U
 from thinwire.kernels.cpu.orthogonal import Array, compiled
 from thinwire.kernels.cpu.orthogonal import orthogonalize as orthogonalize
+from thinwire.kernels.cpu.table import LIKE, Table, numbers
 
-U = np.uintp
 LONG = 4096
 """Bytes of a row from which four rows share a reading of the factor: it no longer stays in the nearest cache while the
 matrix streams by. Shorter rows, four at a time, would hide from the machine that memory is read in order."""
 
+Factor = tuple[Tensor, Tensor, float, Tensor]
+
 
 def product(x: Tensor, error: Tensor, ratio: float, Q: Tensor) -> Tensor:
-    n, r = len(x), Q.shape[1]
-    P, rows = error.new_empty(n, r + -r % 4), _filled(Q).mT.contiguous()
-    _product(_flat(x), _flat(error), _ratio(ratio, error), _flat(rows), _flat(P), *_sizes(rows))
-    return P if r % 4 == 0 else P[:, :r].contiguous()
+    return product_each([(x, error, ratio, Q)])[0]
+
+
+def product_each(batch: Sequence[Factor]) -> list[Tensor]:
+    table, found = Table(), []
+    for x, error, ratio, Q in batch:
+        found.append(error.new_empty(x.shape[0], Q.shape[1]))
+        table.add((x.dtype, error.dtype), (*_sum_at(table, x, error), *_factors_at(table, found[-1], Q)), (ratio,))
+    for (narrow, wide), places, ratios in table:
+        _product_each(places, ratios, LIKE[narrow], LIKE[wide])
+    return found
 
 
 def transposed_product(x: Tensor, error: Tensor, ratio: float, P: Tensor) -> Tensor:
-    r = P.shape[1]
-    rows = error.new_zeros(r + -r % 4, x.shape[1])
-    _transposed_product(_flat(x), _flat(error), _ratio(ratio, error), _flat(_filled(P)), _flat(rows), *_sizes(rows))
-    return rows[:r].mT.contiguous()
+    return transposed_product_each([(x, error, ratio, P)])[0]
+
+
+def transposed_product_each(batch: Sequence[Factor]) -> list[Tensor]:
+    table, found = Table(), []
+    for x, error, ratio, P in batch:
+        found.append(error.new_empty(x.shape[1], P.shape[1]))
+        table.add((x.dtype, error.dtype), (*_sum_at(table, x, error), *_factors_at(table, P, found[-1])), (ratio,))
+    for (narrow, wide), places, ratios in table:
+        _transposed_product_each(places, ratios, LIKE[narrow], LIKE[wide])
+    return found
 
 
 def subtract_product(x: Tensor, error: Tensor, ratio: float, P: Tensor, Q: Tensor) -> None:
-    assert error.is_contiguous()
-    rows = _filled(Q).mT.contiguous()
-    _subtract_product(_flat(x), _flat(error), _ratio(ratio, error), _flat(_filled(P)), _flat(rows), *_sizes(rows))
+    subtract_product_each([(x, error, ratio, P, Q)])
+
+
+def subtract_product_each(batch: Sequence[tuple[Tensor, Tensor, float, Tensor, Tensor]]) -> None:
+    table = Table()
+    for x, error, ratio, P, Q in batch:
+        assert error.is_contiguous()
+        table.add((x.dtype, error.dtype), (*_sum_at(table, x, error), *_factors_at(table, P, Q)), (ratio,))
+    for (narrow, wide), places, ratios in table:
+        _subtract_product_each(places, ratios, LIKE[narrow], LIKE[wide])
 
 
 def write_product(P: Tensor, Q: Tensor, out: Tensor) -> None:
-    assert out.is_contiguous()
-    rows = _filled(Q).mT.contiguous()
-    _write_product(_flat(_filled(P)), _flat(rows), _flat(out), *_sizes(rows))
+    write_product_each([(P, Q, out)])
 
 
-def _filled(factor: Tensor) -> Tensor:
-    missing = -factor.shape[1] % 4
-    return pad(factor, (0, missing)) if missing else factor
+def write_product_each(batch: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+    table = Table()
+    for P, Q, out in batch:
+        assert out.is_contiguous()
+        table.add(out.dtype, (out.data_ptr(), *_factors_at(table, P, Q)))
+    for wide, places, _ in table:
+        _write_product_each(places, LIKE[wide])
 
 
-def _ratio(ratio: float, error: Tensor) -> Any:
-    return np.float64(ratio) if error.dtype == torch.float64 else np.float32(ratio)
+def _sum_at(table: Table, x: Tensor, error: Tensor) -> tuple[int, int]:
+    assert x.shape == error.shape
+    return table.at(x), table.at(error)
 
 
-def _sizes(rows: Tensor) -> tuple[int, int, bool]:
+def _factors_at(table: Table, P: Tensor, Q: Tensor) -> tuple[int, ...]:
+    (n, r), (m, _) = P.shape, Q.shape
+    return table.at(P), table.at(Q), n, m, r
+
+
+@compiled
+def _rows(Q: Array, r: Any) -> Array:
+    """The columns of Q end to end, and as many of zeros as fill up the rank."""
+    m = len(Q) // r
+    rows = np.zeros((r + 3) // 4 * 4 * m, Q.dtype)
+    for j in range(m):
+        for k in range(r):
+            rows[k * m + j] = Q[j * r + k]
+    return rows
+
+
+@compiled
+def _filled(P: Array, r: Any) -> Array:
+    """P with as many columns of zeros as fill up the rank."""
+    if r % 4 == 0:
+        return P
+    n, filled = len(P) // r, (r + 3) // 4 * 4
+    found = np.zeros(n * filled, P.dtype)
+    for i in range(n):
+        found[i * filled : i * filled + r] = P[i * r : (i + 1) * r]
+    return found
+
+
+@compiled
+def _sizes(m: Any, r: Any, wide: Array) -> Any:
     """m, the filled rank, and whether four rows of the matrix are to share a reading of the factor."""
-    r, m = rows.shape
-    return m, r, m * rows.element_size() >= LONG
-
-
-def _flat(x: Tensor) -> Array:
-    flat = x.reshape(-1)
-    return (flat.view(_READ_AS[x.dtype]) if x.dtype in _READ_AS else flat).numpy()
-
-
-_READ_AS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-
-
-def _wide(a: Any) -> Any:
-    """A number as it was read: bfloat16 comes as uint16, float16 as int16."""
-
-
-@overload(_wide)
-def _wide_of(a: Any) -> Any:
-    return {types.uint16: _brain, types.int16: _half}.get(a, _same)
-
-
-def _brain(a: Any) -> Any:
-    return np.uint32(np.uint32(a) << np.uint32(16)).view(np.float32)
-
-
-def _half(a: Any) -> Any:
-    size = np.uint32(np.uint32(a & 0x7FFF) << np.uint32(13))
-    special = np.uint32(size | np.uint32(0x7F800000)).view(np.float32)  # Inf or NaN
-    value = special if a & 0x7C00 == 0x7C00 else size.view(np.float32) * np.float32(2.0**112)
-    return -value if a < 0 else value
-
-
-def _same(a: Any) -> Any:
-    return a
+    return U(m), U((r + 3) // 4 * 4), m * wide.itemsize >= LONG
 
 
 @compiled
-def _product(x: Array, e: Array, ratio: Any, q: Array, P: Array, m: Any, r: Any, shared: bool) -> None:
-    m, r = U(m), U(r)
-    n = U(len(x)) // m
-    even = n - n % U(4) if shared else U(0)
-    for i in range(U(0), even, U(4)):
-        for k in range(U(0), r, U(4)):
-            _dots_of_four(x, e, ratio, i * m, q, k * m, m, P, i * r + k, r)
-    for i in range(even, n):
-        for k in range(U(0), r, U(4)):
-            _dots(x, e, ratio, i * m, q, k * m, m, P, i * r + k)
+def _product_each(places: Array, ratios: Array, like: Array, wide: Array) -> None:
+    for i in range(len(places)):
+        at, ratio = places[i], wide.dtype.type(ratios[i, 0])
+        n, m, r = at[4], at[5], at[6]
+        x, e, P = numbers(at[0], n * m, like), numbers(at[1], n * m, wide), numbers(at[2], n * r, wide)
+        filled = _filled(P, r)
+        factors.product(x, e, ratio, _rows(numbers(at[3], m * r, wide), r), filled, *_sizes(m, r, wide))
+        for j in range(n if r % 4 else 0):
+            P[j * r : (j + 1) * r] = filled[j * (len(filled) // n) :][:r]
 
 
 @compiled
-def _dots(x: Array, e: Array, ratio: Any, at: Any, q: Array, k0: Any, m: Any, P: Array, to: Any) -> None:
-    k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
-    a0 = a1 = a2 = a3 = P.dtype.type(0)
-    for j in range(m):
-        a = _wide(x[at + j]) + ratio * e[at + j]
-        a0 += a * q[k0 + j]
-        a1 += a * q[k1 + j]
-        a2 += a * q[k2 + j]
-        a3 += a * q[k3 + j]
-    _put(P, to, a0, a1, a2, a3)
+def _transposed_product_each(places: Array, ratios: Array, like: Array, wide: Array) -> None:
+    for i in range(len(places)):
+        at, ratio = places[i], wide.dtype.type(ratios[i, 0])
+        n, m, r = at[4], at[5], at[6]
+        x, e, P = numbers(at[0], n * m, like), numbers(at[1], n * m, wide), numbers(at[2], n * r, wide)
+        Q, rows = numbers(at[3], m * r, wide), np.zeros((r + 3) // 4 * 4 * m, wide.dtype)
+        factors.transposed_product(x, e, ratio, _filled(P, r), rows, *_sizes(m, r, wide))
+        for j in range(m):
+            for k in range(r):
+                Q[j * r + k] = rows[k * m + j]
 
 
 @compiled
-def _dots_of_four(
-    x: Array, e: Array, ratio: Any, at: Any, q: Array, k0: Any, m: Any, P: Array, to: Any, r: Any
-) -> None:
-    k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
-    bt, ct, dt = at + m, at + U(2) * m, at + U(3) * m
-    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = P.dtype.type(0)
-    c0 = c1 = c2 = c3 = d0 = d1 = d2 = d3 = P.dtype.type(0)
-    for j in range(m):
-        a = _wide(x[at + j]) + ratio * e[at + j]
-        b = _wide(x[bt + j]) + ratio * e[bt + j]
-        c = _wide(x[ct + j]) + ratio * e[ct + j]
-        d = _wide(x[dt + j]) + ratio * e[dt + j]
-        q0, q1, q2, q3 = q[k0 + j], q[k1 + j], q[k2 + j], q[k3 + j]
-        a0, a1, a2, a3 = a0 + a * q0, a1 + a * q1, a2 + a * q2, a3 + a * q3
-        b0, b1, b2, b3 = b0 + b * q0, b1 + b * q1, b2 + b * q2, b3 + b * q3
-        c0, c1, c2, c3 = c0 + c * q0, c1 + c * q1, c2 + c * q2, c3 + c * q3
-        d0, d1, d2, d3 = d0 + d * q0, d1 + d * q1, d2 + d * q2, d3 + d * q3
-    _put(P, to, a0, a1, a2, a3)
-    _put(P, to + r, b0, b1, b2, b3)
-    _put(P, to + U(2) * r, c0, c1, c2, c3)
-    _put(P, to + U(3) * r, d0, d1, d2, d3)
+def _subtract_product_each(places: Array, ratios: Array, like: Array, wide: Array) -> None:
+    for i in range(len(places)):
+        at, ratio = places[i], wide.dtype.type(ratios[i, 0])
+        n, m, r = at[4], at[5], at[6]
+        x, e = numbers(at[0], n * m, like), numbers(at[1], n * m, wide)
+        P, rows = numbers(at[2], n * r, wide), _rows(numbers(at[3], m * r, wide), r)
+        factors.subtract_product(x, e, ratio, _filled(P, r), rows, *_sizes(m, r, wide))
 
 
 @compiled
-def _four(P: Array, at: Any) -> Any:
-    return P[at], P[at + U(1)], P[at + U(2)], P[at + U(3)]
-
-
-@compiled
-def _put(P: Array, to: Any, a0: Any, a1: Any, a2: Any, a3: Any) -> None:
-    P[to], P[to + U(1)], P[to + U(2)], P[to + U(3)] = a0, a1, a2, a3
-
-
-@compiled
-def _transposed_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, m: Any, r: Any, shared: bool) -> None:
-    m, r = U(m), U(r)
-    n = U(len(x)) // m
-    even = n - n % U(4) if shared else U(0)
-    for i in range(U(0), even, U(4)):
-        for k in range(U(0), r, U(4)):
-            _add_four_rows(x, e, ratio, i * m, P, i * r + k, r, q, k * m, m)
-    for i in range(even, n):
-        for k in range(U(0), r, U(4)):
-            _add_row(x, e, ratio, i * m, P, i * r + k, q, k * m, m)
-
-
-@compiled
-def _add_row(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, q: Array, k0: Any, m: Any) -> None:
-    k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
-    a0, a1, a2, a3 = _four(P, to)
-    for j in range(m):
-        a = _wide(x[at + j]) + ratio * e[at + j]
-        q[k0 + j] += a0 * a
-        q[k1 + j] += a1 * a
-        q[k2 + j] += a2 * a
-        q[k3 + j] += a3 * a
-
-
-@compiled
-def _add_four_rows(
-    x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, r: Any, q: Array, k0: Any, m: Any
-) -> None:
-    k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
-    bt, ct, dt = at + m, at + U(2) * m, at + U(3) * m
-    a0, a1, a2, a3 = _four(P, to)
-    b0, b1, b2, b3 = _four(P, to + r)
-    c0, c1, c2, c3 = _four(P, to + U(2) * r)
-    d0, d1, d2, d3 = _four(P, to + U(3) * r)
-    for j in range(m):
-        a = _wide(x[at + j]) + ratio * e[at + j]
-        b = _wide(x[bt + j]) + ratio * e[bt + j]
-        c = _wide(x[ct + j]) + ratio * e[ct + j]
-        d = _wide(x[dt + j]) + ratio * e[dt + j]
-        q[k0 + j] += a0 * a + b0 * b + (c0 * c + d0 * d)
-        q[k1 + j] += a1 * a + b1 * b + (c1 * c + d1 * d)
-        q[k2 + j] += a2 * a + b2 * b + (c2 * c + d2 * d)
-        q[k3 + j] += a3 * a + b3 * b + (c3 * c + d3 * d)
-
-
-@compiled
-def _subtract_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, m: Any, r: Any, shared: bool) -> None:
-    m, r = U(m), U(r)
-    n = U(len(x)) // m
-    even = n - n % U(4) if shared else U(0)
-    for i in range(U(0), even, U(4)):
-        _subtract_four_rows(x, e, ratio, i * m, P, i * r, r, q, m)
-        for h in range(i, i + U(4) if r > U(4) else i):
-            for k in range(U(4), r, U(4)):
-                _add_to_row(e, h * m, P, h * r + k, q, k * m, m, -1)
-    for i in range(even, n):
-        _subtract_row(x, e, ratio, i * m, P, i * r, q, m)
-        for k in range(U(4), r, U(4)):
-            _add_to_row(e, i * m, P, i * r + k, q, k * m, m, -1)
-
-
-@compiled
-def _subtract_row(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, q: Array, m: Any) -> None:
-    k1, k2, k3 = m, U(2) * m, U(3) * m
-    a0, a1, a2, a3 = _four(P, to)
-    for j in range(m):
-        sent = a0 * q[j] + a1 * q[k1 + j] + (a2 * q[k2 + j] + a3 * q[k3 + j])
-        e[at + j] = _wide(x[at + j]) + ratio * e[at + j] - sent
-
-
-@compiled
-def _subtract_four_rows(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, r: Any, q: Array, m: Any) -> None:
-    k1, k2, k3, bt, ct, dt = m, U(2) * m, U(3) * m, at + m, at + U(2) * m, at + U(3) * m
-    a0, a1, a2, a3 = _four(P, to)
-    b0, b1, b2, b3 = _four(P, to + r)
-    c0, c1, c2, c3 = _four(P, to + U(2) * r)
-    d0, d1, d2, d3 = _four(P, to + U(3) * r)
-    for j in range(m):
-        q0, q1, q2, q3 = q[j], q[k1 + j], q[k2 + j], q[k3 + j]
-        e[at + j] = _wide(x[at + j]) + ratio * e[at + j] - (a0 * q0 + a1 * q1 + (a2 * q2 + a3 * q3))
-        e[bt + j] = _wide(x[bt + j]) + ratio * e[bt + j] - (b0 * q0 + b1 * q1 + (b2 * q2 + b3 * q3))
-        e[ct + j] = _wide(x[ct + j]) + ratio * e[ct + j] - (c0 * q0 + c1 * q1 + (c2 * q2 + c3 * q3))
-        e[dt + j] = _wide(x[dt + j]) + ratio * e[dt + j] - (d0 * q0 + d1 * q1 + (d2 * q2 + d3 * q3))
-
-
-@compiled
-def _write_product(P: Array, q: Array, out: Array, m: Any, r: Any, shared: bool) -> None:
-    m, r = U(m), U(r)
-    n = U(len(out)) // m
-    even = n - n % U(2) if shared else U(0)
-    for i in range(U(0), even, U(2)):
-        _write_two_rows(out, i * m, P, i * r, r, q, m)
-    for i in range(even, n):
-        _write_row(out, i * m, P, i * r, q, m)
-    for i in range(n if r > U(4) else U(0)):
-        for k in range(U(4), r, U(4)):
-            _add_to_row(out, i * m, P, i * r + k, q, k * m, m, 1)
-
-
-@compiled
-def _write_two_rows(out: Array, at: Any, P: Array, to: Any, r: Any, q: Array, m: Any) -> None:
-    k1, k2, k3, bt = m, U(2) * m, U(3) * m, at + m
-    a0, a1, a2, a3 = _four(P, to)
-    b0, b1, b2, b3 = _four(P, to + r)
-    for j in range(m):
-        q0, q1, q2, q3 = q[j], q[k1 + j], q[k2 + j], q[k3 + j]
-        out[at + j] = a0 * q0 + a1 * q1 + (a2 * q2 + a3 * q3)
-        out[bt + j] = b0 * q0 + b1 * q1 + (b2 * q2 + b3 * q3)
-
-
-@compiled
-def _write_row(out: Array, at: Any, P: Array, to: Any, q: Array, m: Any) -> None:
-    k1, k2, k3 = m, U(2) * m, U(3) * m
-    a0, a1, a2, a3 = _four(P, to)
-    for j in range(m):
-        out[at + j] = a0 * q[j] + a1 * q[k1 + j] + (a2 * q[k2 + j] + a3 * q[k3 + j])
-
-
-@compiled
-def _add_to_row(out: Array, at: Any, P: Array, to: Any, q: Array, k0: Any, m: Any, alpha: Any) -> None:
-    k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
-    a0, a1, a2, a3 = _four(P, to)
-    for j in range(m):
-        out[at + j] += alpha * (a0 * q[k0 + j] + a1 * q[k1 + j] + (a2 * q[k2 + j] + a3 * q[k3 + j]))
+def _write_product_each(places: Array, wide: Array) -> None:
+    for i in range(len(places)):
+        at = places[i]
+        n, m, r = at[3], at[4], at[5]
+        P, rows = numbers(at[1], n * r, wide), _rows(numbers(at[2], m * r, wide), r)
+        factors.write_product(_filled(P, r), rows, numbers(at[0], n * m, wide), *_sizes(m, r, wide))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.core.value import Sum
-from thinwire.kernels.cpu.source import CHUNK, Array, add_in, array, compiled, glance, peek, read
+from thinwire.core.value import Sum, settled
+from thinwire.kernels.cpu.source import CHUNK, Array, add_in, compiled, peek, read
+from thinwire.kernels.cpu.table import LIKE, Table, matrix, numbers
 from thinwire.kernels.cpu.vector import (
     LANES,
     LINE,
@@ -24,43 +26,132 @@ from thinwire.kernels.cpu.vector import (
 
 LARGE = 1 << 23
 """Bytes of what will have left the caches before it is read again."""
+OCTETS = LIKE[torch.uint8]
 
 
 def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int, most: float) -> tuple[Tensor, Tensor]:
-    assert x.numel() <= rows * columns
-    given = glance(x, STRIDE)
-    scale = torch.empty(rows, -(-columns // block), dtype=torch.float64 if given[3].itemsize == 8 else torch.float32)
-    bits = torch.empty(rows, -(-columns // 8), dtype=torch.uint8)
-    _encode(*given, columns, block, most, array(scale), array(bits))
-    return scale, bits
+    return encode_signs_each([(x, rows, columns, block, most)])[0]
+
+
+def encode_signs_each(batch: Sequence[tuple[Tensor | Sum, int, int, int, float]]) -> list[tuple[Tensor, Tensor]]:
+    table, found = Table(), []
+    for x, rows, columns, block, most in batch:
+        assert x.numel() <= rows * columns
+        pending = isinstance(x, Sum) and x.pending
+        plain, error, ratio = (x.x, x.error, x.ratio) if pending else (settled(x), None, 1.0)  # type: ignore[union-attr]
+        wide = error.dtype if error is not None else torch.promote_types(plain.dtype, torch.float32)
+        scale = torch.empty(rows, -(-columns // block), dtype=wide)
+        bits = torch.empty(rows, -(-columns // 8), dtype=torch.uint8)
+        found.append((scale, bits))
+        sizes = plain.numel(), rows, columns, block
+        at = table.at(plain), table.at(error), *sizes, table.at(scale), table.at(bits)
+        table.add((plain.dtype, error is not None, wide), at, (ratio, most))
+    for (narrow, summed, wide), places, factors in table:
+        _encode_each(places, factors, LIKE[narrow], LIKE[wide] if summed else None, LIKE[wide], OCTETS)
+    return found
 
 
 def decode_signs(scale: Tensor, bits: Tensor, columns: int, block: int, out: Tensor) -> None:
-    _check(scale, bits, columns, block, len(bits) * columns, out)
-    _decode(array(scale), array(bits), columns, block, array(out))
+    decode_signs_each([(scale, bits, columns, block, out)])
+
+
+def decode_signs_each(batch: Sequence[tuple[Tensor, Tensor, int, int, Tensor]]) -> None:
+    table = Table()
+    for scale, bits, columns, block, out in batch:
+        _check(scale, bits, columns, block, len(bits) * columns, out)
+        signs = len(bits), columns, block, *table.rows(scale), *table.rows(bits)
+        table.add(out.dtype, (*signs, out.data_ptr(), out.numel()))
+    for dtype, places, _ in table:
+        _decode_each(places, LIKE[dtype], OCTETS)
+
+
+Addition = tuple[Tensor, Tensor, int, int, Tensor | Sum, float, Tensor, bool]
 
 
 def add_signs(
     scale: Tensor, bits: Tensor, columns: int, block: int, base: Tensor | Sum, alpha: float, out: Tensor, stacked: bool
 ) -> None:
-    if isinstance(base, Sum):
-        assert base.error.data_ptr() == out.data_ptr()
-        assert not stacked
-        _check(scale, bits, columns, block, len(bits) * columns, out, base.error)
-        given = glance(base, CHUNK)
-        _add_to_sum(array(scale * alpha), array(bits), columns, block, given[0], array(out), *given[2:])
-        return
-    _check(scale, bits, columns, block, columns if stacked else len(bits) * columns, out, base)
-    stream = out.nbytes > LARGE and out.data_ptr() != base.data_ptr() and out.data_ptr() % LINE == 0
-    _add(array(scale * alpha), array(bits), columns, block, stacked, stream, array(base), array(out))
+    add_signs_each([(scale, bits, columns, block, base, alpha, out, stacked)])
 
 
-def _check(scale: Tensor, bits: Tensor, columns: int, block: int, most: int, *vectors: Tensor) -> None:
+def add_signs_each(batch: Sequence[Addition]) -> None:
+    table, sums = Table(), Table()
+    for scale, bits, columns, block, base, alpha, out, stacked in batch:
+        _check(scale, bits, columns, block, columns if stacked else len(bits) * columns, out)
+        signs = len(bits), columns, block, *table.rows(scale), *table.rows(bits), out.data_ptr(), out.numel()
+        if isinstance(base, Sum):
+            assert base.pending
+            assert base.error.data_ptr() == out.data_ptr()
+            assert base.numel() == out.numel()
+            assert not stacked
+            sums.add((base.x.dtype, out.dtype), (*signs, sums.at(base.x)), (alpha, base.ratio))
+            continue
+        assert base.numel() == out.numel()
+        stream = out.nbytes > LARGE and out.data_ptr() != base.data_ptr() and out.data_ptr() % LINE == 0
+        table.add(out.dtype, (*signs, table.at(base), stacked, stream), (alpha,))
+    for dtype, places, factors in table:
+        _add_each(places, factors, LIKE[dtype], OCTETS)
+    for (narrow, wide), places, factors in sums:
+        _add_to_each_sum(places, factors, LIKE[narrow], LIKE[wide], OCTETS)
+
+
+def _check(scale: Tensor, bits: Tensor, columns: int, block: int, most: int, out: Tensor) -> None:
     rows = len(bits)
-    assert vectors[0].is_contiguous()
-    assert len({len(v) for v in vectors}) == 1
-    assert len(vectors[0]) <= most
+    assert out.is_contiguous()
+    assert out.numel() <= most
+    assert scale.dtype == out.dtype
     assert (tuple(scale.shape), tuple(bits.shape)) == ((rows, -(-columns // block)), (rows, -(-columns // 8)))
+
+
+@compiled
+def _encode_each(places: Array, factors: Array, like: Array, summed: Array | None, wide: Array, octets: Array) -> None:
+    scratch = np.empty(STRIDE, wide.dtype)
+    for i in range(len(places)):
+        at = places[i]
+        n, rows, columns, block = at[2], at[3], at[4], at[5]
+        x, error, ratio = numbers(at[0], n, like), numbers(at[1], n, summed), wide.dtype.type(factors[i, 0])
+        scale, bits = matrix(at[6], rows, -(-columns // block), wide), matrix(at[7], rows, -(-columns // 8), octets)
+        _encode(x, error, ratio, scratch, columns, block, factors[i, 1], scale, bits)
+
+
+@compiled
+def _signs_at(at: Array, wide: Array, octets: Array) -> Any:
+    """Columns, block, scale, bits, and the numbers that they are for; rows may lie farther apart than they are long."""
+    return (
+        at[1],
+        at[2],
+        matrix(at[3], at[0], at[4], wide),
+        matrix(at[5], at[0], at[6], octets),
+        numbers(at[7], at[8], wide),
+    )
+
+
+@compiled
+def _decode_each(places: Array, wide: Array, octets: Array) -> None:
+    for i in range(len(places)):
+        columns, block, scale, bits, out = _signs_at(places[i], wide, octets)
+        _decode(scale, bits, columns, block, out)
+
+
+@compiled
+def _add_each(places: Array, factors: Array, wide: Array, octets: Array) -> None:
+    for i in range(len(places)):
+        columns, block, scale, bits, out = _signs_at(places[i], wide, octets)
+        base, stacked, stream = numbers(places[i, 9], len(out), wide), places[i, 10] != 0, places[i, 11] != 0
+        _add(scale, wide.dtype.type(factors[i, 0]), bits, columns, block, stacked, stream, base, out)
+
+
+@compiled
+def _add_to_each_sum(places: Array, factors: Array, like: Array, wide: Array, octets: Array) -> None:
+    scratch = np.empty(CHUNK, wide.dtype)
+    for i in range(len(places)):
+        columns, block, scale, bits, error = _signs_at(places[i], wide, octets)
+        alpha, ratio, x = (
+            wide.dtype.type(factors[i, 0]),
+            wide.dtype.type(factors[i, 1]),
+            numbers(places[i, 9], len(error), like),
+        )
+        _add_to_sum(scale, alpha, bits, columns, block, x, error, ratio, scratch)
 
 
 @compiled
@@ -99,7 +190,7 @@ def _encode(
 def _decode(scale: Array, bits: Array, columns: int, block: int, out: Array) -> None:
     for r in range(scale.shape[0]):
         row = out[r * columns : (r + 1) * columns]
-        for b in range(scale.shape[1]):
+        for b in range(-(-columns // block)):
             start, end = min(len(row), b * block), min(len(row), (b + 1) * block)
             part, octets, size = row[start:end], bits[r, start // 8 :], scale[r, b]
             whole = len(part) // LANES * LANES
@@ -111,18 +202,26 @@ def _decode(scale: Array, bits: Array, columns: int, block: int, out: Array) -> 
 
 @compiled
 def _add(
-    scale: Array, bits: Array, columns: int, block: int, stacked: bool, stream: bool, base: Array, out: Array
+    scale: Array,
+    alpha: Any,
+    bits: Array,
+    columns: int,
+    block: int,
+    stacked: bool,
+    stream: bool,
+    base: Array,
+    out: Array,
 ) -> None:
     layers = scale.shape[0] if stacked else 1
     for r in range(scale.shape[0] // layers):
         source, row = base[r * columns : (r + 1) * columns], out[r * columns : (r + 1) * columns]
-        for b in range(scale.shape[1]):
+        for b in range(-(-columns // block)):
             start, end = min(len(row), b * block), min(len(row), (b + 1) * block)
             for j in range(start, end, CHUNK):
                 onto, into = source[j : min(end, j + CHUNK)], row[j : min(end, j + CHUNK)]
                 past = stream and layers == 1 and (r * columns + j) * out.itemsize % LINE == 0
                 for i in range(r, r + layers):
-                    _add_part(scale[i, b], bits[i, j // 8 :], past, onto, into)
+                    _add_part(alpha * scale[i, b], bits[i, j // 8 :], past, onto, into)
                     onto = into
     if stream:
         fence()
@@ -130,16 +229,16 @@ def _add(
 
 @compiled
 def _add_to_sum(
-    scale: Array, bits: Array, columns: int, block: int, x: Array, error: Array, ratio: Any, scratch: Array
+    scale: Array, alpha: Any, bits: Array, columns: int, block: int, x: Array, error: Array, ratio: Any, scratch: Array
 ) -> None:
     for r in range(scale.shape[0]):
         first, last = min(len(x), r * columns), min(len(x), (r + 1) * columns)
-        for b in range(scale.shape[1]):
+        for b in range(-(-columns // block)):
             end = min(last, first + (b + 1) * block)
             for j in range(min(last, first + b * block), end, CHUNK):
                 part = error[j : min(end, j + CHUNK)]
                 add_in(read(x, None, ratio, scratch, j, j + len(part)), part, ratio)
-                _add_part(scale[r, b], bits[r, (j - first) // 8 :], False, part, part)
+                _add_part(alpha * scale[r, b], bits[r, (j - first) // 8 :], False, part, part)
 
 
 @compiled

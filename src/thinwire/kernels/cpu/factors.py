@@ -1,0 +1,225 @@
+"""The loops of the low-rank kernels, over one matrix.
+
+Four columns of a factor are taken at a time. Factors are laid out as rows of the matrix's length. Places are counted in
+unsigned numbers: numba would look at each signed one for being negative, and the loops would not become vector
+instructions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from thinwire.kernels.cpu.orthogonal import Array, compiled
+
+U = np.uintp
+
+
+def _wide(a: Any) -> Any:
+    """A number as it was read: bfloat16 comes as int16, float16 as uint16."""
+
+
+@overload(_wide)
+def _wide_of(a: Any) -> Any:
+    return {types.int16: _brain, types.uint16: _half}.get(a, _same)
+
+
+def _brain(a: Any) -> Any:
+    return np.uint32(np.uint32(a) << np.uint32(16)).view(np.float32)
+
+
+def _half(a: Any) -> Any:
+    size = np.uint32(np.uint32(a & 0x7FFF) << np.uint32(13))
+    special = np.uint32(size | np.uint32(0x7F800000)).view(np.float32)  # Inf or NaN
+    value = special if a & 0x7C00 == 0x7C00 else size.view(np.float32) * np.float32(2.0**112)
+    return -value if a & 0x8000 else value
+
+
+def _same(a: Any) -> Any:
+    return a
+
+
+@compiled
+def product(x: Array, e: Array, ratio: Any, q: Array, P: Array, m: Any, r: Any, shared: bool) -> None:
+    n = U(len(x)) // m
+    even = n - n % U(4) if shared else U(0)
+    for i in range(U(0), even, U(4)):
+        for k in range(U(0), r, U(4)):
+            _dots_of_four(x, e, ratio, i * m, q, k * m, m, P, i * r + k, r)
+    for i in range(even, n):
+        for k in range(U(0), r, U(4)):
+            _dots(x, e, ratio, i * m, q, k * m, m, P, i * r + k)
+
+
+@compiled
+def _dots(x: Array, e: Array, ratio: Any, at: Any, q: Array, k0: Any, m: Any, P: Array, to: Any) -> None:
+    k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
+    a0 = a1 = a2 = a3 = P.dtype.type(0)
+    for j in range(m):
+        a = _wide(x[at + j]) + ratio * e[at + j]
+        a0 += a * q[k0 + j]
+        a1 += a * q[k1 + j]
+        a2 += a * q[k2 + j]
+        a3 += a * q[k3 + j]
+    _put(P, to, a0, a1, a2, a3)
+
+
+@compiled
+def _dots_of_four(
+    x: Array, e: Array, ratio: Any, at: Any, q: Array, k0: Any, m: Any, P: Array, to: Any, r: Any
+) -> None:
+    k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
+    bt, ct, dt = at + m, at + U(2) * m, at + U(3) * m
+    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = P.dtype.type(0)
+    c0 = c1 = c2 = c3 = d0 = d1 = d2 = d3 = P.dtype.type(0)
+    for j in range(m):
+        a = _wide(x[at + j]) + ratio * e[at + j]
+        b = _wide(x[bt + j]) + ratio * e[bt + j]
+        c = _wide(x[ct + j]) + ratio * e[ct + j]
+        d = _wide(x[dt + j]) + ratio * e[dt + j]
+        q0, q1, q2, q3 = q[k0 + j], q[k1 + j], q[k2 + j], q[k3 + j]
+        a0, a1, a2, a3 = a0 + a * q0, a1 + a * q1, a2 + a * q2, a3 + a * q3
+        b0, b1, b2, b3 = b0 + b * q0, b1 + b * q1, b2 + b * q2, b3 + b * q3
+        c0, c1, c2, c3 = c0 + c * q0, c1 + c * q1, c2 + c * q2, c3 + c * q3
+        d0, d1, d2, d3 = d0 + d * q0, d1 + d * q1, d2 + d * q2, d3 + d * q3
+    _put(P, to, a0, a1, a2, a3)
+    _put(P, to + r, b0, b1, b2, b3)
+    _put(P, to + U(2) * r, c0, c1, c2, c3)
+    _put(P, to + U(3) * r, d0, d1, d2, d3)
+
+
+@compiled
+def _four(P: Array, at: Any) -> Any:
+    return P[at], P[at + U(1)], P[at + U(2)], P[at + U(3)]
+
+
+@compiled
+def _put(P: Array, to: Any, a0: Any, a1: Any, a2: Any, a3: Any) -> None:
+    P[to], P[to + U(1)], P[to + U(2)], P[to + U(3)] = a0, a1, a2, a3
+
+
+@compiled
+def transposed_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, m: Any, r: Any, shared: bool) -> None:
+    n = U(len(x)) // m
+    even = n - n % U(4) if shared else U(0)
+    for i in range(U(0), even, U(4)):
+        for k in range(U(0), r, U(4)):
+            _add_four_rows(x, e, ratio, i * m, P, i * r + k, r, q, k * m, m)
+    for i in range(even, n):
+        for k in range(U(0), r, U(4)):
+            _add_row(x, e, ratio, i * m, P, i * r + k, q, k * m, m)
+
+
+@compiled
+def _add_row(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, q: Array, k0: Any, m: Any) -> None:
+    k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
+    a0, a1, a2, a3 = _four(P, to)
+    for j in range(m):
+        a = _wide(x[at + j]) + ratio * e[at + j]
+        q[k0 + j] += a0 * a
+        q[k1 + j] += a1 * a
+        q[k2 + j] += a2 * a
+        q[k3 + j] += a3 * a
+
+
+@compiled
+def _add_four_rows(
+    x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, r: Any, q: Array, k0: Any, m: Any
+) -> None:
+    k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
+    bt, ct, dt = at + m, at + U(2) * m, at + U(3) * m
+    a0, a1, a2, a3 = _four(P, to)
+    b0, b1, b2, b3 = _four(P, to + r)
+    c0, c1, c2, c3 = _four(P, to + U(2) * r)
+    d0, d1, d2, d3 = _four(P, to + U(3) * r)
+    for j in range(m):
+        a = _wide(x[at + j]) + ratio * e[at + j]
+        b = _wide(x[bt + j]) + ratio * e[bt + j]
+        c = _wide(x[ct + j]) + ratio * e[ct + j]
+        d = _wide(x[dt + j]) + ratio * e[dt + j]
+        q[k0 + j] += a0 * a + b0 * b + (c0 * c + d0 * d)
+        q[k1 + j] += a1 * a + b1 * b + (c1 * c + d1 * d)
+        q[k2 + j] += a2 * a + b2 * b + (c2 * c + d2 * d)
+        q[k3 + j] += a3 * a + b3 * b + (c3 * c + d3 * d)
+
+
+@compiled
+def subtract_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, m: Any, r: Any, shared: bool) -> None:
+    n = U(len(x)) // m
+    even = n - n % U(4) if shared else U(0)
+    for i in range(U(0), even, U(4)):
+        _subtract_four_rows(x, e, ratio, i * m, P, i * r, r, q, m)
+        for h in range(i, i + U(4) if r > U(4) else i):
+            for k in range(U(4), r, U(4)):
+                _add_to_row(e, h * m, P, h * r + k, q, k * m, m, -1)
+    for i in range(even, n):
+        _subtract_row(x, e, ratio, i * m, P, i * r, q, m)
+        for k in range(U(4), r, U(4)):
+            _add_to_row(e, i * m, P, i * r + k, q, k * m, m, -1)
+
+
+@compiled
+def _subtract_row(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, q: Array, m: Any) -> None:
+    k1, k2, k3 = m, U(2) * m, U(3) * m
+    a0, a1, a2, a3 = _four(P, to)
+    for j in range(m):
+        sent = a0 * q[j] + a1 * q[k1 + j] + (a2 * q[k2 + j] + a3 * q[k3 + j])
+        e[at + j] = _wide(x[at + j]) + ratio * e[at + j] - sent
+
+
+@compiled
+def _subtract_four_rows(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, r: Any, q: Array, m: Any) -> None:
+    k1, k2, k3, bt, ct, dt = m, U(2) * m, U(3) * m, at + m, at + U(2) * m, at + U(3) * m
+    a0, a1, a2, a3 = _four(P, to)
+    b0, b1, b2, b3 = _four(P, to + r)
+    c0, c1, c2, c3 = _four(P, to + U(2) * r)
+    d0, d1, d2, d3 = _four(P, to + U(3) * r)
+    for j in range(m):
+        q0, q1, q2, q3 = q[j], q[k1 + j], q[k2 + j], q[k3 + j]
+        e[at + j] = _wide(x[at + j]) + ratio * e[at + j] - (a0 * q0 + a1 * q1 + (a2 * q2 + a3 * q3))
+        e[bt + j] = _wide(x[bt + j]) + ratio * e[bt + j] - (b0 * q0 + b1 * q1 + (b2 * q2 + b3 * q3))
+        e[ct + j] = _wide(x[ct + j]) + ratio * e[ct + j] - (c0 * q0 + c1 * q1 + (c2 * q2 + c3 * q3))
+        e[dt + j] = _wide(x[dt + j]) + ratio * e[dt + j] - (d0 * q0 + d1 * q1 + (d2 * q2 + d3 * q3))
+
+
+@compiled
+def write_product(P: Array, q: Array, out: Array, m: Any, r: Any, shared: bool) -> None:
+    n = U(len(out)) // m
+    even = n - n % U(2) if shared else U(0)
+    for i in range(U(0), even, U(2)):
+        _write_two_rows(out, i * m, P, i * r, r, q, m)
+    for i in range(even, n):
+        _write_row(out, i * m, P, i * r, q, m)
+    for i in range(n if r > U(4) else U(0)):
+        for k in range(U(4), r, U(4)):
+            _add_to_row(out, i * m, P, i * r + k, q, k * m, m, 1)
+
+
+@compiled
+def _write_two_rows(out: Array, at: Any, P: Array, to: Any, r: Any, q: Array, m: Any) -> None:
+    k1, k2, k3, bt = m, U(2) * m, U(3) * m, at + m
+    a0, a1, a2, a3 = _four(P, to)
+    b0, b1, b2, b3 = _four(P, to + r)
+    for j in range(m):
+        q0, q1, q2, q3 = q[j], q[k1 + j], q[k2 + j], q[k3 + j]
+        out[at + j] = a0 * q0 + a1 * q1 + (a2 * q2 + a3 * q3)
+        out[bt + j] = b0 * q0 + b1 * q1 + (b2 * q2 + b3 * q3)
+
+
+@compiled
+def _write_row(out: Array, at: Any, P: Array, to: Any, q: Array, m: Any) -> None:
+    k1, k2, k3 = m, U(2) * m, U(3) * m
+    a0, a1, a2, a3 = _four(P, to)
+    for j in range(m):
+        out[at + j] = a0 * q[j] + a1 * q[k1 + j] + (a2 * q[k2 + j] + a3 * q[k3 + j])
+
+
+@compiled
+def _add_to_row(out: Array, at: Any, P: Array, to: Any, q: Array, k0: Any, m: Any, alpha: Any) -> None:
+    k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
+    a0, a1, a2, a3 = _four(P, to)
+    for j in range(m):
+        out[at + j] += alpha * (a0 * q[k0 + j] + a1 * q[k1 + j] + (a2 * q[k2 + j] + a3 * q[k3 + j]))
