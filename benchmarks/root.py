@@ -13,7 +13,7 @@ import argparse
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,12 @@ Rate = Callable[[int], float]
 class Sample(NamedTuple):
     a: Tensor  # (runs, dimensions)
     y: Tensor  # (runs,)
+
+
+class Problem(Protocol):
+    def draw(self) -> Sample: ...
+
+    def gradient(self, x: Tensor, sample: Sample) -> Tensor: ...
 
 
 class Regression:
@@ -47,9 +53,8 @@ class Regression:
         drawn = torch.randn(runs, dimensions + 1, generator=self.generator, dtype=torch.float64)
         return Sample(drawn[:, 1:] * self.H.sqrt(), drawn[:, 0])
 
-
-def gradient(x: Tensor, sample: Sample) -> Tensor:
-    return sample.a * ((sample.a * x).sum(1) - sample.y)[:, None]
+    def gradient(self, x: Tensor, sample: Sample) -> Tensor:
+        return sample.a * ((sample.a * x).sum(1) - sample.y)[:, None]
 
 
 class Alone:
@@ -62,11 +67,9 @@ class Alone:
         return []
 
 
-def root_sgd(
-    problem: Regression, distance: float, gradients: int, rate: Rate, epochs: int = 0, epoch: int = 1
-) -> Tensor:
+def root_sgd(problem: Problem, start: Tensor, gradients: int, rate: Rate, epochs: int = 0, epoch: int = 1) -> Tensor:
     """The last iterate once that many gradients are spent; rates count from 1 in each epoch."""
-    x = nn.Parameter(problem.start(distance))
+    x = nn.Parameter(start.clone())
     opt = RootSGD([x], burn_in=BURN_IN, epochs=epochs, epoch=epoch)
     opt.workers = Alone()  # type: ignore[assignment]
     spent = 0
@@ -78,19 +81,21 @@ def root_sgd(
         def closure(sample: Sample = sample) -> None:
             nonlocal spent
             spent += 1
-            x.grad = gradient(x.detach(), sample)
+            x.grad = problem.gradient(x.detach(), sample)
 
         opt.param_groups[0]["lr"] = rate(step - epoch * min(epochs, step // epoch) + 1)
         opt.step(closure)
     raise AssertionError
 
 
-def sgd(problem: Regression, distance: float, gradients: int, rate: Rate) -> tuple[Tensor, Tensor, Tensor]:
+def sgd(
+    problem: Problem, start: Tensor, gradients: int, rate: Callable[[int], float | Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
     """The last iterate, the mean of all, and the mean of the later half."""
-    x = problem.start(distance)
+    x = start
     halves = [torch.zeros_like(x), torch.zeros_like(x)]
     for t in range(1, gradients + 1):
-        x = x - rate(t) * gradient(x, problem.draw())
+        x = x - rate(t) * problem.gradient(x, problem.draw())
         halves[2 * t > gradients].add_(x)
     return x, (halves[0] + halves[1]) / gradients, halves[1] / (gradients - gradients // 2)
 
@@ -126,7 +131,7 @@ def bound(n: int = 10_000, runs: int = 2000) -> None:
     print("| rate | mean of the diagonal | by theory | farthest entry from the bound |\n|---|---|---|---|")
     for lr in (0.2, 0.1, 0.05, 0.01):
         problem = Regression(runs, 4, 2.0)
-        white = root_sgd(problem, 0.3, 2 * n - BURN_IN, constant(lr)) * problem.H.sqrt()
+        white = root_sgd(problem, problem.start(0.3), 2 * n - BURN_IN, constant(lr)) * problem.H.sqrt()
         covariance = n * white.mT @ white / runs
         identity = torch.eye(len(covariance), dtype=torch.float64)
         farthest = ((covariance - identity).abs() / ((1 + identity) / runs).sqrt()).max()
@@ -151,14 +156,16 @@ def rivals(runs: int = 300, condition: float = 20.0) -> None:
         for lr in grid[:-1]:
             for name, epochs in zip(methods, (0, 2), strict=False):
                 problem = Regression(runs, 8, condition)
-                x = root_sgd(problem, distance, gradients, constant(lr), epochs, max(BURN_IN, round(condition / lr)))
+                epoch = max(BURN_IN, round(condition / lr))
+                x = root_sgd(problem, problem.start(distance), gradients, constant(lr), epochs, epoch)
                 found[name].append((excess(problem, x, gradients), lr))
         rates = [(lr, constant(lr), "SGD", "averaged SGD") for lr in grid]
         rates += [(lr, root_of_t(lr), None, "averaged, 1/sqrt t") for lr in (0.3, 1.0, 3.0)]
         rates += [(lr, one_over_t(lr, 1 / condition), "SGD, 1/t", "averaged, 1/t") for lr in grid]
         for lr, rate, last, mean in rates:
             problem = Regression(runs, 8, condition)
-            for name, x in zip((last, mean, "half"), sgd(problem, distance, gradients, rate), strict=True):
+            results = sgd(problem, problem.start(distance), gradients, rate)
+            for name, x in zip((last, mean, "half"), results, strict=True):
                 if name:
                     found[name].append((excess(problem, x, gradients), lr))
         cells = [f"{loss:.2f} ({lr:g})" for loss, lr in map(min, found.values())]
