@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
+from benchmarks.rare import RareClass
+from benchmarks.root import constant, root_sgd, sgd
 from tests import workers
 from tests.methods.test_dist_ef_sgdm import assert_same_parameters, local_gradients, loss_of, network, parameters_of
 from tests.methods.test_slowmo import BATCH_NORM, alone, spied
@@ -424,3 +426,17 @@ def test_from_afar_short_epochs_forget_the_noise_of_the_start():
                 total = total + x
             assert problem.rescaled(x, samples).mean() > 1.5 * several
             assert problem.rescaled(total / samples, samples).mean() > 4 * several
+
+
+def test_where_a_class_is_rare_it_beats_sgd_and_its_means_at_equal_gradients():
+    """At the rates that forget the start they are biased, by the third derivative; whether constant or falling."""
+    gradients, runs = 8000, 100
+    problem = RareClass(runs, 0)
+    mine = problem.excess(root_sgd(problem, problem.start("share"), gradients, constant(2.0)), gradients).mean()
+    assert mine < 4  # 2 is the bound for a sample of two gradients
+    rates = torch.tensor([0.125, 0.25, 0.5, 1.0, 2.0, 4.0], dtype=torch.float64)[:, None, None]
+    start = problem.start("share").expand(len(rates), -1, -1)
+    for power in (0.0, 1.0):
+        results = sgd(problem, start, gradients, lambda t, power=power: rates * min(1.0, 500 / t) ** power)
+        for x in results:
+            assert (problem.excess(x, gradients).mean(1) > 1.1 * mine).all()
