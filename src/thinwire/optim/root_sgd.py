@@ -39,8 +39,10 @@ class RootSGD(Optimizer):
     exchange: The method that the gradients' differences are averaged by; on the command line, root-sgd+method.
 
     Bytes: 8 d (W-1)/W, by the default exchange
-    Use: convex or nearly convex problems with much noise, where the last iterate is to be as good as any average.
-    Avoid: where computing is what training waits for: two gradients a step.
+    Use: convex problems whose curvature changes within the reach of the noise, such as a rare class: its last iterate
+        meets the Cramer-Rao bound at a constant rate, where a mean of SGD's iterates is biased.
+    Avoid: where computing is what training waits for: two gradients a step. Where the loss is nearly a parabola, or the
+        samples are so many that SGD's rate may fall, a mean of SGD's iterates is as good with half the gradients.
     """
 
     workers: Workers | None = None
