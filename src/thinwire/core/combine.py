@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
@@ -193,27 +192,21 @@ def _saving(method: Method, shape: Sequence[int], world: int) -> float:
     return bytes_per_step(Dense(), shape, world) / bytes_per_step(method, shape, world)
 
 
-@lru_cache(maxsize=4096)
-def _chosen(where: Where, shape: torch.Size, world: int) -> Method:
-    """Once for each shape, rather than at each step."""
-    return where.inner if where.rule(where.inner, shape, world) else _dense(where.inner)
-
-
-@lru_cache(maxsize=64)
-def _dense(method: Method) -> Method:
-    """One for all shapes, so that what it computes for them is computed together."""
-    return method.dense()
-
-
 @dataclass(frozen=True, slots=True)
 class Where(Wrapper):
     """The method for the tensors that the rule gives it; the others go dense, in the same collectives."""
 
     rule: Rule
     inner: Method
+    _known: dict[Any, Method] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def _chosen(self, x: Tensor, ctx: Context) -> Method:
-        return _chosen(self, x.shape, ctx.world)
+        key = x.shape, ctx.world
+        if key not in self._known:
+            # one for all that go dense, so that what it computes for them is computed together
+            other = self._known.setdefault("dense", self.inner.dense())
+            self._known[key] = self.inner if self.rule(self.inner, *key) else other
+        return self._known[key]
 
     def keeps(self, x: Tensor, ctx: Context) -> bool:
         return self._chosen(x, ctx).keeps(x, ctx)

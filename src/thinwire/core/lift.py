@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn.functional import pad
 
 from thinwire.core.method import Compressor, Context, Method, Reduced, State
 from thinwire.core.requests import AllGather, AllReduce, AllToAll, Batched, Exchange, Payload
-from thinwire.core.value import Sum, finite, settled
+from thinwire.core.value import Sum, finite_each, settled
 
 B = TypeVar("B")
 
@@ -44,8 +43,8 @@ class Identity:
         return found
 
     def decode(self, batch: Sequence[tuple[Raw, int, Tensor]]) -> None:
-        for payload, _, out in batch:
-            out.copy_(_first(payload.values.reshape(-1), out.numel()))
+        outs = [out for _, _, out in batch]
+        torch._foreach_copy_(outs, [_first(raw.values.reshape(-1), out.numel()) for raw, _, out in batch])
 
     def add(self, batch: Sequence[tuple[Raw, int, Tensor | Sum, float, Tensor, bool]]) -> None:
         alike: dict[Any, list[Any]] = {}
@@ -60,17 +59,19 @@ class Identity:
                 flat = torch.cat([_first(v.reshape(-1), size) for v, size in zip(values, sizes, strict=True)])
                 torch._foreach_copy_(outs, _apart(torch.add(_end_to_end(bases), flat, alpha=alpha), sizes))
 
-    def finite(self, payload: Raw) -> bool:
-        return finite(payload.values)
+    def finite(self, batch: Sequence[Raw]) -> list[bool]:
+        return finite_each([payload.values for payload in batch])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Decoded:
     """What a payload stands for, in the shape of the memory that it is written to."""
 
     compressor: Compressor
     payload: Payload
     columns: int
+    known: bool | None = None
+    """Whether it is finite, where that has been found out."""
 
     def write(self, out: Tensor) -> None:
         self.write_each([(self, out)])
@@ -79,11 +80,7 @@ class Decoded:
         self.subtract_each([(self, p, out)])
 
     def finite(self) -> bool:
-        return self._finite
-
-    @cached_property
-    def _finite(self) -> bool:
-        return self.compressor.finite(self.payload)
+        return self.compressor.finite([self.payload])[0] if self.known is None else self.known
 
     @staticmethod
     def write_each(batch: Sequence[tuple[Decoded, Tensor]]) -> None:
@@ -154,10 +151,10 @@ class MeanDecoded:
         self._add(out.copy_(settled(p)), -1.0)
 
     def finite(self) -> bool:
-        return self.compressor.finite(self.payload)
+        return self.compressor.finite([self.payload])[0]
 
     def _add(self, out: Tensor, alpha: float) -> None:
-        flat, share = out.view(-1), alpha / len(self.payload[0])
+        flat, share = out.view(-1), alpha / self.payload[0].shape[0]
         self.compressor.add([(self.payload, self.columns, flat, share, flat, True)])
 
 
@@ -226,8 +223,9 @@ class TwoWay(Method):
         answer = yield Batched(self._answer, task)
         pulled = yield AllGather(type(answer)(*(t[0] for t in answer)))
 
-        out = Reduced(Decoded(C, pulled, columns), sent=Decoded(C, pushed, columns))
-        if ctx.lr == 0 or not finite(out.mean):
+        good = yield Batched(C.finite, pulled)
+        out = Reduced(Decoded(C, pulled, columns, good), sent=Decoded(C, pushed, columns))
+        if ctx.lr == 0 or not good:
             return out, state
         yield Batched(self._settle, (task, answer))
         return out, TwoWayState(task.error)
@@ -255,7 +253,7 @@ class TwoWay(Method):
         parts = []
         for task, out in zip(tasks, outs, strict=True):
             scaled = task.error if task.ratio == 1 else torch.mul(task.error, task.ratio, out=out)
-            parts.append((task.received, task.columns, scaled, 1 / len(task.received[0]), out, True))
+            parts.append((task.received, task.columns, scaled, 1 / task.received[0].shape[0], out, True))
         self.compressor.add(parts)
 
     def withheld(self, x: Tensor, state: TwoWayState, ctx: Context) -> Tensor:

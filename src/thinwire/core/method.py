@@ -162,8 +162,8 @@ class Compressor(Protocol):
         ``stacked``: a row is not a part of a vector but a worker's whole one, and they are added in their order.
         """
 
-    def finite(self, payload: Any) -> bool:
-        """Whether C(x) is."""
+    def finite(self, batch: Sequence[Any]) -> Sequence[bool]:
+        """Of payloads: whether C(x) is."""
 
 
 @runtime_checkable

@@ -188,6 +188,13 @@ def made(value: Value, like: Tensor) -> Tensor:
     return out
 
 
+def finite_each(tensors: Sequence[Tensor]) -> list[bool]:
+    """Whether all of each tensor is finite."""
+    if finite(torch.cat([t.reshape(-1) for t in tensors])):
+        return [True] * len(tensors)
+    return [finite(t) for t in tensors]
+
+
 def finite(value: Value) -> bool:
     """Whether all of ``value`` is finite."""
     if not isinstance(value, Tensor):

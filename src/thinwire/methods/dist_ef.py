@@ -28,7 +28,7 @@ from thinwire.core.combine import Rule, error_feedback, where, whole
 from thinwire.core.lift import two_way
 from thinwire.core.method import Method
 from thinwire.core.momentum import nesterov
-from thinwire.core.value import Sum, finite
+from thinwire.core.value import Sum, finite_each
 
 
 class Signs(NamedTuple):
@@ -60,8 +60,8 @@ class ScaledSign:
             ]
         )
 
-    def finite(self, payload: Signs) -> bool:
-        return finite(payload.scale)
+    def finite(self, batch: Sequence[Signs]) -> list[bool]:
+        return finite_each([payload.scale for payload in batch])
 
     def _block(self, columns: int) -> int:
         row = columns + -columns % 8

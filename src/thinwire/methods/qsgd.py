@@ -28,7 +28,7 @@ from thinwire.core.combine import Rule, where
 from thinwire.core.lift import gathered
 from thinwire.core.method import Context, Method, Reduced, State
 from thinwire.core.requests import Exchange
-from thinwire.core.value import Sum, finite
+from thinwire.core.value import Sum, finite_each
 
 
 class Levels(NamedTuple):
@@ -55,8 +55,8 @@ class StochasticLevels:
         for payload, columns, base, alpha, out, stacked in batch:
             kernels.add_levels(*payload, columns, self.block, self.bits, base, alpha, out, stacked)
 
-    def finite(self, payload: Levels) -> bool:
-        return finite(payload.scale)
+    def finite(self, batch: Sequence[Levels]) -> list[bool]:
+        return finite_each([payload.scale for payload in batch])
 
 
 def quantised(bits: int, block: int, ctx: Context) -> Method:

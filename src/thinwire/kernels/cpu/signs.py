@@ -58,8 +58,8 @@ def decode_signs(scale: Tensor, bits: Tensor, columns: int, block: int, out: Ten
 def decode_signs_each(batch: Sequence[tuple[Tensor, Tensor, int, int, Tensor]]) -> None:
     table = Table()
     for scale, bits, columns, block, out in batch:
-        _check(scale, bits, columns, block, len(bits) * columns, out)
-        signs = len(bits), columns, block, *table.rows(scale), *table.rows(bits)
+        _check(scale, bits, columns, block, bits.shape[0] * columns, out)
+        signs = bits.shape[0], columns, block, *table.rows(scale), *table.rows(bits)
         table.add(out.dtype, (*signs, out.data_ptr(), out.numel()))
     for dtype, places, _ in table:
         _decode_each(places, LIKE[dtype], OCTETS)
@@ -77,8 +77,8 @@ def add_signs(
 def add_signs_each(batch: Sequence[Addition]) -> None:
     table, sums = Table(), Table()
     for scale, bits, columns, block, base, alpha, out, stacked in batch:
-        _check(scale, bits, columns, block, columns if stacked else len(bits) * columns, out)
-        signs = len(bits), columns, block, *table.rows(scale), *table.rows(bits), out.data_ptr(), out.numel()
+        _check(scale, bits, columns, block, columns if stacked else bits.shape[0] * columns, out)
+        signs = bits.shape[0], columns, block, *table.rows(scale), *table.rows(bits), out.data_ptr(), out.numel()
         if isinstance(base, Sum):
             assert base.pending
             assert base.error.data_ptr() == out.data_ptr()
@@ -96,7 +96,7 @@ def add_signs_each(batch: Sequence[Addition]) -> None:
 
 
 def _check(scale: Tensor, bits: Tensor, columns: int, block: int, most: int, out: Tensor) -> None:
-    rows = len(bits)
+    rows = bits.shape[0]
     assert out.is_contiguous()
     assert out.numel() <= most
     assert scale.dtype == out.dtype
