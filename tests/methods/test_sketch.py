@@ -72,6 +72,18 @@ def test_it_is_the_papers(name, mu, workers):
                 torch.testing.assert_close(mine[""].momentum, u, rtol=1e-12, atol=1e-12)
 
 
+@both
+def test_many_workers_are_as_one_with_their_mean(name):
+    d, workers = 300, 4
+    many, one = (tw.Simulation(f"{name}:ratio=0.02,rows=3,cols=30,momentum=0.9", n) for n in (workers, 1))
+    for step in range(8):
+        inputs = gradients(workers, step, d)
+        out = many.reduce([{"w": x} for x in inputs])[0]["w"]
+        wanted = one.reduce([{"w": torch.stack(inputs).mean(0)}])[0]["w"]
+        assert (wanted != 0).sum() == 6
+        torch.testing.assert_close(out, wanted, rtol=1e-9, atol=1e-12)
+
+
 def test_sketches_are_linear():
     a, b = (torch.randint(-99, 99, (500,), generator=torch.Generator().manual_seed(s)).float() for s in (0, 1))
     sketch = [kernels.count_sketch(x, 3, 20, 7) for x in (a, b, a - 2 * b)]
