@@ -22,7 +22,7 @@ class Run:
 
     val_loss: float
     train_loss: float
-    """Mean over the workers and the last steps."""
+    """Mean over the workers and the last ``tail`` steps."""
     bytes_sent: int
     """By rank 0."""
 
@@ -49,6 +49,7 @@ def train(
     momentum: float = 0.9,
     workers: int = 4,
     decay: bool = True,
+    tail: int = TAIL,
     watch: Callable[[tw.Simulation, list[dict[str, Tensor]]], None] = lambda sim, gradients: None,
 ) -> Run:
     """SGD with Nesterov momentum on the schedule of ``thinwire train``, or without ``decay`` at a constant rate.
@@ -72,4 +73,4 @@ def train(
         if workload.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), workload.clip)
         optimizer.step()
-    return Run(workload.evaluate(model)["val_loss"], statistics.fmean(losses[-TAIL:]), sim.bytes_sent)
+    return Run(workload.evaluate(model)["val_loss"], statistics.fmean(losses[-tail:]), sim.bytes_sent)

@@ -1,9 +1,11 @@
 """Sketches: what they find, what they cost, how they end, and how fast they are.
 
-    python -m benchmarks.sketches [--text FILE] [--only recall,size,loss,lab] [--seeds 3] [--first-seed 0] [--out DIR]
+    python -m benchmarks.sketches [--text FILE] [--images DIR] [--only recall,size,loss,lab] [--seeds 3]
+        [--first-seed 0] [--out DIR]
 
-``recall`` and ``loss`` train four simulated workers in one process (``benchmarks/simulated.py``): no network, but every
-byte is counted. ``lab`` is `thinwire compare` on 8 emulated hosts; a comparison found in ``--out`` is not repeated.
+``recall`` trains four simulated workers and ``loss`` two, in one process (``benchmarks/simulated.py``): no network, but
+every byte is counted. ``rates``, on seeds of its own, is where the rates of ``loss`` come from. ``lab`` is `thinwire
+compare` on 8 emulated hosts; a comparison found in ``--out`` is not repeated.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
-from benchmarks.simulated import train
+from benchmarks.simulated import Run, train
 from benchmarks.sweep import compare
 from thinwire import kernels
 from thinwire.workloads import load
 
 LM = "lm:layers=2,width=64,context=32"
+MLP = "mlp:layers=1,width=16"
+STEPS, IMAGES_A_STEP = 20_000, 4
+RATES = (0.02, 0.03)
+"""Of dense and of gs-SGD: the best of ``rates``."""
 
 
 def recall(method: str, v: Tensor, k: int, seed: int) -> float:
@@ -69,28 +75,59 @@ def sizes() -> None:
         print(f"| {workers} | {size} | {' | '.join(cells)} |")
 
 
+def small(d: int, saving: float) -> str:
+    """gs-SGD that sends 1 / saving of d numbers: a quarter of them are the sketch, the others exact values.
+
+    What is sketched has no tail, so even a large sketch would find little; more values make each coordinate wait less.
+    """
+    numbers, rows = int(d / saving), 3
+    cols = numbers // 4 // rows
+    return f"gs:ratio={(numbers - rows * cols - 0.5) / d:.6f},rows={rows},cols={cols}"
+
+
+def loss_methods(images: Path | None) -> list[str]:
+    d = sum(p.numel() for p in load(MLP, images, 0).model.parameters())
+    return ["dense", small(d, 40)]
+
+
+def rates(images: Path | None, seeds: list[int]) -> None:
+    """On one worker with the batches of all: sketches are linear, so in law that is the same training."""
+    print(f"\nValidation loss by rate, `{MLP},batch={IMAGES_A_STEP}`, one worker, {STEPS} steps, seeds {seeds}:\n")
+    print("| method | rate | validation loss | of each seed |\n|---|---|---|---|")
+    for method, grid in zip(loss_methods(images), ((0.01, 0.02, 0.03), (0.02, 0.03, 0.04)), strict=True):
+        for lr in grid:
+            spec = f"{MLP},batch={IMAGES_A_STEP}"
+            found = [train(method, spec, images, seed, STEPS, lr, 0.0, workers=1).val_loss for seed in seeds]
+            each = ", ".join(f"{x:.4f}" for x in found)
+            print(f"| `{method}` | {lr} | {statistics.fmean(found):.4f} | {each} |", flush=True)
+
+
 def losses(images: Path | None, seeds: list[int]) -> None:
-    workload, steps, lr = "mlp:layers=1,width=48", 400, 0.05
-    d = sum(p.numel() for p in load(workload, images, 0).model.parameters())
-    print(
-        f"\n`{workload}`, {steps} steps, rate {lr}, seeds {seeds}; all but `dense` have their momentum in the method:\n"
-    )
-    print("| method | validation loss | of dense | sent in all, less than dense |\n|---|---|---|---|")
-    methods = ["dense", "topk:ratio=0.02", "sketch", "gs", *(sized(d, saving) for saving in (3, 10, 40))]
-    base = None
-    for method in methods:
-        own = not method.startswith(("dense", "topk"))
-        spec = f"{method}{',' if ':' in method else ':'}momentum=0.9" if own else method
-        runs = [train(spec, workload, images, seed, steps, lr, momentum=0.0 if own else 0.9) for seed in seeds]
-        loss, sent = statistics.fmean(r.val_loss for r in runs), runs[0].bytes_sent
-        base = base or (loss, sent)
-        print(f"| `{spec}` | {loss:.4f} | {100 * (loss / base[0] - 1):+.1f} % | {base[1] / sent:.1f}x |", flush=True)
+    workers = 2
+    spec = f"{MLP},batch={IMAGES_A_STEP // workers}"
+    print(f"\n`{spec}`, {workers} workers, {STEPS} steps of plain SGD, rates from `--only rates`:\n")
+    print("| seed | method | rate | validation loss | of dense | training loss | sent in all, less than dense |")
+    print("|" + "---|" * 7)
+    runs: dict[str, list[Run]] = {}
+    methods = dict(zip(loss_methods(images), RATES, strict=True))
+    for seed in seeds:
+        for method, lr in methods.items():
+            run = train(method, spec, images, seed, STEPS, lr, 0.0, workers=workers, tail=STEPS // 10)
+            runs.setdefault(method, []).append(run)
+            loss_row(str(seed), method, lr, runs["dense"][-1:], [run])
+    for method, lr in methods.items():
+        loss_row("mean", method, lr, runs["dense"], runs[method])
+    _, sketched = runs.values()
+    more = [r.val_loss - dense.val_loss for r, dense in zip(sketched, runs["dense"], strict=True)]
+    spread = statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else float("nan")
+    print(f"\nMore than dense: {statistics.fmean(more):+.4f} ± {spread:.4f}, the standard error over seeds.")
 
 
-def sized(d: int, saving: float) -> str:
-    """gs-SGD that sends 1 / saving of d numbers, of which one in 17 is applied."""
-    k = round(d / saving / 17)
-    return f"gs:ratio={k / d:.5f},rows=3,cols={16 * k // 3}"
+def loss_row(seed: str, method: str, lr: float, dense: list[Run], runs: list[Run]) -> None:
+    base, loss = (statistics.fmean(r.val_loss for r in each) for each in (dense, runs))
+    saving = sum(r.bytes_sent for r in dense) / sum(r.bytes_sent for r in runs)
+    figures = f"{loss:.4f} | {100 * (loss / base - 1):+.1f} % | {statistics.fmean(r.train_loss for r in runs):.4f}"
+    print(f"| {seed} | `{method}` | {lr} | {figures} | {saving:.1f}x |", flush=True)
 
 
 def lab(out: Path) -> None:
@@ -131,6 +168,7 @@ def main() -> None:
     tables = {
         "recall": lambda: recalls(args.text, seeds),
         "size": sizes,
+        "rates": lambda: rates(args.images, seeds),
         "loss": lambda: losses(args.images, seeds),
         "lab": lambda: lab(args.out),
     }
