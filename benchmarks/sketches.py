@@ -27,7 +27,7 @@ LM = "lm:layers=2,width=64,context=32"
 MLP = "mlp:layers=1,width=16"
 STEPS, IMAGES_A_STEP = 20_000, 4
 RATES = (0.02, 0.03)
-"""Of dense and of gs-SGD: the best of ``rates``."""
+"""Of dense and of gs-SGD, by ``rates``."""
 
 
 def recall(method: str, v: Tensor, k: int, seed: int) -> float:
