@@ -2,9 +2,9 @@
 
     python -m benchmarks.quantised [--text FILE] [--images DIR] [--only lm-loss,image-bits] [--seeds 5] [--decay]
 
-Four simulated workers in one process (``benchmarks/simulated.py``): no network, but every byte is counted. The rate is
-constant, as in the paper's analysis; ``--decay`` gives it the schedule of ``thinwire train``. A run that is found in
-``--out`` is not repeated, so the command can be stopped and started again.
+Four simulated workers in one process (``benchmarks/simulated.py``): no network, but every byte is counted. SGD without
+momentum at a constant rate, as in the paper's analysis; ``--decay`` gives it the schedule of ``thinwire train``. A run
+that is found in ``--out`` is not repeated, so the command can be stopped and started again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from torch import Tensor
 import thinwire as tw
 from benchmarks.simulated import train
 
-WORKERS, BITS, STEPS, ALPHA = 4, 3, 200, 0.985
+WORKERS, BITS, MOMENTUM = 4, 3, 0.0
 QSGD = f"qsgd:bits={BITS}"
 LOSSES = ("val_loss", "train_loss")
-
-
-def dq(alpha: float = ALPHA) -> str:
-    return f"dq:budget={BITS},alpha={alpha},total_steps={STEPS}"
+TABLES = "lm-loss,lm-bits,image-loss,image-bits"
+LM, IMAGE = "lm:layers=1,width=16,head=16,context=16,batch=8,clip=0", "image:width=4,batch=16"
 
 
 class Watch:
@@ -53,26 +51,41 @@ class Case:
     workload: str
     data: Path | None
     lr: float
+    steps: int
+    alpha: float
+    target: float
+    """For the paper's rule with one k: a few bits at the run's usual norms."""
     decay: bool
     out: Path
 
+    @property
+    def dq(self) -> str:
+        return f"dq:budget={BITS},alpha={self.alpha},total_steps={self.steps}"
+
+    @property
+    def by_norm(self) -> str:
+        return f"dq:target={self.target:g},alpha=1,total_steps={self.steps}"
+
     def run(self, method: str, seed: int) -> dict[str, Any]:
-        words = [self.workload, method, f"{self.lr:g}", "decay" if self.decay else "constant", str(seed)]
+        rate = f"{self.lr:g}{'-decaying' if self.decay else ''}"
+        words = [self.workload, method, f"rate={rate}", f"momentum={MOMENTUM:g}", f"steps={self.steps}", f"seed={seed}"]
         path = self.out / ("".join(c if c.isalnum() or c in "-_.=" else "-" for c in "_".join(words)) + ".json")
         if not path.exists():
             watch = Watch()
-            run = train(method, self.workload, self.data, seed, STEPS, self.lr, decay=self.decay, watch=watch)
+            run = train(
+                method, self.workload, self.data, seed, self.steps, self.lr, MOMENTUM, WORKERS, self.decay, watch
+            )
             path.write_text(json.dumps(asdict(run) | watch.seen()))
         return json.loads(path.read_text())
 
 
 def loss(case: Case, seeds: list[int]) -> None:
     rate = f"rate {case.lr}{', decaying' if case.decay else ''}"
-    print(f"\n`{case.workload}`, {STEPS} steps, {rate}; `{QSGD}` and `{dq()}`\n")
+    print(f"\n`{case.workload}`, {case.steps} steps, {rate}; `{QSGD}` and `{case.dq}`\n")
     print("| seed | `qsgd` | `dq` | difference | bits, of the budget | bytes, of `qsgd`'s |\n|---|---|---|---|---|---|")
     pairs = []
     for seed in seeds:
-        fixed, dynamic = case.run(QSGD, seed), case.run(dq(), seed)
+        fixed, dynamic = case.run(QSGD, seed), case.run(case.dq, seed)
         pairs.append((fixed, dynamic))
         losses = [fixed["val_loss"], dynamic["val_loss"]]
         cells = [seed, *(f"{loss:.4f}" for loss in losses), f"{losses[1] - losses[0]:+.4f}"]
@@ -90,10 +103,20 @@ def loss(case: Case, seeds: list[int]) -> None:
     print(f"All workers chose alike at every step: {'yes' if agreed else 'NO'}.")
 
 
+def fixed(case: Case, seeds: list[int]) -> None:
+    """Whether more bits, all along, are any use at this rate."""
+    print(f"\n`{case.workload}`, {case.steps} steps, rate {case.lr}, seeds {seeds[0]} to {seeds[-1]}\n")
+    print("| `qsgd`, bits | validation loss | training loss of the last steps |\n|---|---|---|")
+    for bits in (2, 3, 8):
+        runs = [case.run(f"qsgd:bits={bits}", seed) for seed in seeds]
+        cells = [f"{statistics.fmean(run[what] for run in runs):.4f}" for what in LOSSES]
+        print(f"| {bits} | {' | '.join(cells)} |", flush=True)
+
+
 def bits(case: Case, seeds: list[int]) -> None:
-    print(f"\n`{case.workload}`, rate {case.lr}, seed {seeds[0]}, `{dq()}`; and with alpha=1, by the norm alone\n")
-    print("| of the run | norm | bits | norm, alpha=1 | bits, alpha=1 |\n|---|---|---|---|---|")
-    runs = [case.run(dq(), seeds[0]), case.run(dq(1.0), seeds[0])]
+    print(f"\n`{case.workload}`, rate {case.lr}, seed {seeds[0]}, budget: `{case.dq}`, target: `{case.by_norm}`\n")
+    print("| of the run | norm, budget | bits, budget | norm, target | bits, target |\n|---|---|---|---|---|")
+    runs = [case.run(case.dq, seeds[0]), case.run(case.by_norm, seeds[0])]
     for i in range(10):
         part = slice(len(runs[0]["norms"]) * i // 10, len(runs[0]["norms"]) * (i + 1) // 10)
         cells = [f"{statistics.fmean(r['norms'][part]):.3g} | {statistics.fmean(r['bits'][part]):.2f}" for r in runs]
@@ -107,18 +130,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--decay", action="store_true", help="the schedule of thinwire train")
-    parser.add_argument("--only", default="lm-loss,lm-bits,image-loss,image-bits", help="which tables")
+    parser.add_argument("--only", default=TABLES, help="which tables; lm-fixed and image-fixed are others")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
+    seeds = list(range(args.first_seed, args.first_seed + args.seeds))
+    rest = (args.decay, args.out)
     cases = {
-        "lm": Case("lm:layers=1,width=64,context=32", args.text, 0.5, args.decay, args.out),
-        "image": Case("image:width=4,batch=4", args.images, 0.1, args.decay, args.out),
+        "lm": Case(LM, args.text, 0.5, 1500, 0.995, 0.05, *rest),
+        "image": Case(IMAGE, args.images, 0.2, 600, 0.99, 0.5, *rest),
     }
     for table in args.only.split(","):
         name, _, what = table.partition("-")
-        {"loss": loss, "bits": bits}[what](cases[name], list(range(args.first_seed, args.first_seed + args.seeds)))
+        {"loss": loss, "bits": bits, "fixed": fixed}[what](cases[name], seeds)
 
 
 if __name__ == "__main__":
