@@ -73,7 +73,7 @@ class Case:
         if not path.exists():
             watch = Watch()
             run = train(
-                method, self.workload, self.data, seed, self.steps, self.lr, MOMENTUM, WORKERS, self.decay, watch
+                method, self.workload, self.data, seed, self.steps, self.lr, MOMENTUM, WORKERS, self.decay, watch=watch
             )
             path.write_text(json.dumps(asdict(run) | watch.seen()))
         return json.loads(path.read_text())
@@ -138,7 +138,7 @@ def main() -> None:
     seeds = list(range(args.first_seed, args.first_seed + args.seeds))
     rest = (args.decay, args.out)
     cases = {
-        "lm": Case(LM, args.text, 0.5, 1500, 0.995, 0.05, *rest),
+        "lm": Case(LM, args.text, 0.5, 1500, 0.995, 0.5, *rest),
         "image": Case(IMAGE, args.images, 0.2, 600, 0.99, 0.5, *rest),
     }
     for table in args.only.split(","):
