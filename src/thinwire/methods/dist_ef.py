@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -52,13 +52,8 @@ class ScaledSign:
     def decode(self, batch: Sequence[tuple[Signs, int, Tensor]]) -> None:
         kernels.decode_signs([(*signs, columns, self._block(columns), out) for signs, columns, out in batch])
 
-    def add(self, batch: Sequence[tuple[Signs, int, Tensor | Sum, float, Tensor, bool]]) -> None:
-        kernels.add_signs(
-            [
-                (*signs, columns, self._block(columns), base, alpha, out, stacked)
-                for signs, columns, base, alpha, out, stacked in batch
-            ]
-        )
+    def add(self, batch: Sequence[Any]) -> None:
+        kernels.add_signs([(*signs, columns, self._block(columns), *onto) for signs, columns, *onto in batch])
 
     def finite(self, batch: Sequence[Signs]) -> list[bool]:
         return finite_each([payload.scale for payload in batch])
