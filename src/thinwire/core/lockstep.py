@@ -190,10 +190,12 @@ def cut(buffer: Tensor, sizes: Mapping[int, int]) -> dict[int, Tensor]:
 def _gather(requests: Sequence[Any], scratch: Tensor | None) -> Tensor:
     if isinstance(requests[0], AllReduce):
         return _flat([r.tensor for r in requests], scratch)
-    rows = 1 if isinstance(requests[0], AllGather) else len(requests[0].payload[0])
-    regions = [torch.cat([t.reshape(rows, -1) for _, _, t in parts], dim=1) for parts in _by_dtype(requests)]
-    buffer = torch.cat([region.view(torch.uint8) for region in regions], dim=1) if len(regions) > 1 else regions[0]
-    return _bytes(buffer[0] if isinstance(requests[0], AllGather) else buffer)
+    rows = [] if isinstance(requests[0], AllGather) else [len(requests[0].payload[0])]
+    regions = []
+    for parts in _by_dtype(requests):
+        flat = [t if t.dim() == len(rows) + 1 else t.reshape(*rows, -1) for _, _, t in parts]
+        regions.append(torch.cat(flat, dim=-1).view(torch.uint8))
+    return torch.cat(regions, dim=-1) if len(regions) > 1 else regions[0]
 
 
 def _by_dtype(requests: Sequence[Any]) -> list[list[tuple[int, int, Tensor]]]:
