@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
 import thinwire as tw
 from thinwire.core.exchange import exchange
+from thinwire.core.lift import Identity, Raw
 from thinwire.core.lockstep import Lockstep, drive
 from thinwire.core.method import Context, Method, Reduced
-from thinwire.core.requests import AllReduce, Batched
+from thinwire.core.requests import AllGather, AllReduce, AllToAll, Batched
 from thinwire.core.value import Sum
 from thinwire.methods.lowrank import orthogonalize
 
@@ -129,3 +132,48 @@ def test_a_flattened_sum_is_the_same_sum(x):
         assert torch.equal(whole.made(), expected)
         assert torch.equal(part.made(), expected.flatten())
         assert part.out.data_ptr() == whole.out.data_ptr()
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8, 33])
+def test_vectors_in_16_bits_have_the_same_bits_alone_and_in_a_batch(workers):
+    C, g = Identity(torch.bfloat16), torch.Generator().manual_seed(0)
+    sizes = (1, 2, 5, 16, 31, 257)
+    sums = [Sum(torch.randn(d, generator=g), torch.randn(d, generator=g), 0.5) for d in sizes]
+    given = [(p, workers, -(-p.numel() // workers)) for p in sums]
+    for payload, args in zip(C.encode(given), given, strict=True):
+        assert torch.equal(payload.values, C.encode([args])[0].values)
+        assert torch.equal(payload.values.flatten()[: args[0].numel()], args[0].value().bfloat16())
+    stacks = [Raw(torch.randn(workers, d, generator=g).bfloat16()) for d in sizes]
+    bases = [torch.randn(d, generator=g) for d in sizes]
+    outs, alone = ([torch.empty(d) for d in sizes] for _ in range(2))
+    parts = list(zip(stacks, sizes, bases, strict=True))
+    C.add([(raw, d, base, 1 / workers, out, True) for (raw, d, base), out in zip(parts, outs, strict=True)])
+    for (raw, d, base), out, expected in zip(parts, outs, alone, strict=True):
+        C.add([(raw, d, base, 1 / workers, expected, True)])
+        assert torch.equal(out, expected)
+        torch.testing.assert_close(out, base + raw.values.float().mean(0))
+
+
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class Shapes(Method):
+    """Payloads of every number of dimensions come back in their shapes, with what the others sent."""
+
+    def reduce(self, x, state, ctx):
+        W, rank = ctx.world, ctx.rank
+        cubes = torch.arange(W * 6).view(W, 2, 3).to(torch.uint8) + rank
+        exchanged = yield AllToAll(Pair(torch.arange(W) + 10.0 * rank, cubes))
+        assert exchanged.a.tolist() == [rank + 10 * i for i in range(W)]
+        assert exchanged.b.tolist() == [(cubes[rank] - rank + i).tolist() for i in range(W)]
+        gathered = yield AllGather(Pair(torch.tensor(1.5 + rank), torch.full((2, 3), rank, dtype=torch.int16)))
+        assert gathered.a.tolist() == [1.5 + i for i in range(W)]
+        assert gathered.b.tolist() == [[[i] * 3] * 2 for i in range(W)]
+        return Reduced(x, x), state
+
+
+def test_payloads_keep_their_shapes():
+    out = tw.Simulation(Shapes(), 3).reduce([{"w": torch.ones(4), "v": torch.ones(2)}] * 3)
+    assert len(out) == 3
