@@ -43,16 +43,6 @@ def source(x: Tensor | Sum, scratch: int = 0) -> Source:
     return plain, None, ratio, plain if plain.dtype.kind == "f" else np.empty(scratch, np.float32)
 
 
-def glance(x: Tensor | Sum, scratch: int) -> Source:
-    """What ``peek`` needs: x, the error and its ratio, and memory for ``scratch`` numbers; a sum is left unmade."""
-    if isinstance(x, Sum) and x.pending:
-        error = array(x.error)
-        return array(x.x), error, error.dtype.type(x.ratio), np.empty(scratch, error.dtype)
-    plain = array(settled(x))
-    dtype = np.float64 if plain.dtype == np.float64 else np.float32
-    return plain, None, dtype(1), np.empty(scratch, dtype)
-
-
 def read(x: Array, error: Array | None, ratio: Any, out: Array, start: int, end: int) -> Array:
     """Numbers ``start`` to ``end`` of x, or of x + ratio * error: those are left in ``out``."""
     raise NotImplementedError  # what it does depends on the types
