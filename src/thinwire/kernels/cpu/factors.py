@@ -1,8 +1,9 @@
-"""The loops of the low-rank kernels, over one matrix.
+"""The loops of the low-rank kernels.
 
 Four columns of a factor are taken at a time. Factors are laid out as rows of the matrix's length. Places are counted in
 unsigned numbers: numba would look at each signed one for being negative, and the loops would not become vector
-instructions.
+instructions. Nor would some that write, if they were not functions of their own; what else is called is inlined, which
+compiles in half the time.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from thinwire.kernels.cpu.orthogonal import Array, compiled
+from thinwire.kernels.cpu.orthogonal import Array, compiled, inlined
+from thinwire.kernels.cpu.table import numbers
 
 U = np.uintp
+LONG = 4096
+"""Bytes of a row from which four rows share a reading of the factor: it no longer stays in the nearest cache while the
+matrix streams by. Shorter rows, four at a time, would hide from the machine that memory is read in order."""
 
 
 def _wide(a: Any) -> Any:
@@ -42,10 +47,22 @@ def _same(a: Any) -> Any:
     return a
 
 
-@compiled
-def product(x: Array, e: Array, ratio: Any, q: Array, P: Array, m: Any, r: Any, shared: bool) -> None:
-    n = U(len(x)) // m
-    even = n - n % U(4) if shared else U(0)
+@inlined
+def _shape(x: Array, q: Array, columns: Any) -> Any:
+    """n, m and the filled rank."""
+    m = U(columns)
+    return U(len(x)) // m, m, U(len(q)) // m
+
+
+@inlined
+def _shared(q: Array, m: Any) -> Any:
+    return m * U(q.itemsize) >= U(LONG)
+
+
+@inlined
+def _product(x: Array, e: Array, ratio: Any, q: Array, P: Array, columns: Any) -> None:
+    n, m, r = _shape(x, q, columns)
+    even = n - n % U(4) if _shared(q, m) else U(0)
     for i in range(U(0), even, U(4)):
         for k in range(U(0), r, U(4)):
             _dots_of_four(x, e, ratio, i * m, q, k * m, m, P, i * r + k, r)
@@ -54,7 +71,7 @@ def product(x: Array, e: Array, ratio: Any, q: Array, P: Array, m: Any, r: Any, 
             _dots(x, e, ratio, i * m, q, k * m, m, P, i * r + k)
 
 
-@compiled
+@inlined
 def _dots(x: Array, e: Array, ratio: Any, at: Any, q: Array, k0: Any, m: Any, P: Array, to: Any) -> None:
     k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
     a0 = a1 = a2 = a3 = P.dtype.type(0)
@@ -67,7 +84,7 @@ def _dots(x: Array, e: Array, ratio: Any, at: Any, q: Array, k0: Any, m: Any, P:
     _put(P, to, a0, a1, a2, a3)
 
 
-@compiled
+@inlined
 def _dots_of_four(
     x: Array, e: Array, ratio: Any, at: Any, q: Array, k0: Any, m: Any, P: Array, to: Any, r: Any
 ) -> None:
@@ -101,10 +118,10 @@ def _put(P: Array, to: Any, a0: Any, a1: Any, a2: Any, a3: Any) -> None:
     P[to], P[to + U(1)], P[to + U(2)], P[to + U(3)] = a0, a1, a2, a3
 
 
-@compiled
-def transposed_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, m: Any, r: Any, shared: bool) -> None:
-    n = U(len(x)) // m
-    even = n - n % U(4) if shared else U(0)
+@inlined
+def _transposed_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, columns: Any) -> None:
+    n, m, r = _shape(x, q, columns)
+    even = n - n % U(4) if _shared(q, m) else U(0)
     for i in range(U(0), even, U(4)):
         for k in range(U(0), r, U(4)):
             _add_four_rows(x, e, ratio, i * m, P, i * r + k, r, q, k * m, m)
@@ -146,22 +163,23 @@ def _add_four_rows(
         q[k3 + j] += a3 * a + b3 * b + (c3 * c + d3 * d)
 
 
-@compiled
-def subtract_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, m: Any, r: Any, shared: bool) -> None:
-    n = U(len(x)) // m
-    even = n - n % U(4) if shared else U(0)
-    for i in range(U(0), even, U(4)):
-        _subtract_four_rows(x, e, ratio, i * m, P, i * r, r, q, m)
-        for h in range(i, i + U(4) if r > U(4) else i):
+@inlined
+def _subtract_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, columns: Any) -> None:
+    n, m, r = _shape(x, q, columns)
+    shared = _shared(q, m)
+    for i in range(U(0), n, U(4)):
+        end = min(i + U(4), n)
+        if shared and end == i + U(4):
+            _subtract_four_rows(x, e, ratio, i * m, P, i * r, r, q, m)
+        else:
+            for h in range(i, end):
+                _subtract_row(x, e, ratio, h * m, P, h * r, q, m)
+        for h in range(i, end if r > U(4) else i):
             for k in range(U(4), r, U(4)):
-                _add_to_row(e, h * m, P, h * r + k, q, k * m, m, -1)
-    for i in range(even, n):
-        _subtract_row(x, e, ratio, i * m, P, i * r, q, m)
-        for k in range(U(4), r, U(4)):
-            _add_to_row(e, i * m, P, i * r + k, q, k * m, m, -1)
+                _add_to_row(e, h * m, P, h * r + k, q, k * m, m, e.dtype.type(-1))
 
 
-@compiled
+@inlined
 def _subtract_row(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, q: Array, m: Any) -> None:
     k1, k2, k3 = m, U(2) * m, U(3) * m
     a0, a1, a2, a3 = _four(P, to)
@@ -185,31 +203,16 @@ def _subtract_four_rows(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: A
         e[dt + j] = _wide(x[dt + j]) + ratio * e[dt + j] - (d0 * q0 + d1 * q1 + (d2 * q2 + d3 * q3))
 
 
-@compiled
-def write_product(P: Array, q: Array, out: Array, m: Any, r: Any, shared: bool) -> None:
-    n = U(len(out)) // m
-    even = n - n % U(2) if shared else U(0)
-    for i in range(U(0), even, U(2)):
-        _write_two_rows(out, i * m, P, i * r, r, q, m)
-    for i in range(even, n):
+@inlined
+def _write_product(P: Array, q: Array, out: Array, columns: Any) -> None:
+    n, m, r = _shape(out, q, columns)
+    for i in range(n):
         _write_row(out, i * m, P, i * r, q, m)
-    for i in range(n if r > U(4) else U(0)):
         for k in range(U(4), r, U(4)):
-            _add_to_row(out, i * m, P, i * r + k, q, k * m, m, 1)
+            _add_to_row(out, i * m, P, i * r + k, q, k * m, m, out.dtype.type(1))
 
 
-@compiled
-def _write_two_rows(out: Array, at: Any, P: Array, to: Any, r: Any, q: Array, m: Any) -> None:
-    k1, k2, k3, bt = m, U(2) * m, U(3) * m, at + m
-    a0, a1, a2, a3 = _four(P, to)
-    b0, b1, b2, b3 = _four(P, to + r)
-    for j in range(m):
-        q0, q1, q2, q3 = q[j], q[k1 + j], q[k2 + j], q[k3 + j]
-        out[at + j] = a0 * q0 + a1 * q1 + (a2 * q2 + a3 * q3)
-        out[bt + j] = b0 * q0 + b1 * q1 + (b2 * q2 + b3 * q3)
-
-
-@compiled
+@inlined
 def _write_row(out: Array, at: Any, P: Array, to: Any, q: Array, m: Any) -> None:
     k1, k2, k3 = m, U(2) * m, U(3) * m
     a0, a1, a2, a3 = _four(P, to)
@@ -223,3 +226,72 @@ def _add_to_row(out: Array, at: Any, P: Array, to: Any, q: Array, k0: Any, m: An
     a0, a1, a2, a3 = _four(P, to)
     for j in range(m):
         out[at + j] += alpha * (a0 * q[k0 + j] + a1 * q[k1 + j] + (a2 * q[k2 + j] + a3 * q[k3 + j]))
+
+
+@compiled
+def _rows(Q: Array, r: Any) -> Array:
+    """The columns of Q end to end, and as many of zeros as fill up the rank."""
+    m = len(Q) // r
+    rows = np.zeros((r + 3) // 4 * 4 * m, Q.dtype)
+    for j in range(m):
+        for k in range(r):
+            rows[k * m + j] = Q[j * r + k]
+    return rows
+
+
+@compiled
+def _filled(P: Array, r: Any) -> Array:
+    """P with as many columns of zeros as fill up the rank."""
+    if r % 4 == 0:
+        return P
+    n, filled = len(P) // r, (r + 3) // 4 * 4
+    found = np.zeros(n * filled, P.dtype)
+    for i in range(n):
+        for k in range(r):
+            found[i * filled + k] = P[i * r + k]
+    return found
+
+
+@compiled
+def product_each(places: Array, ratios: Array, like: Array, wide: Array) -> None:
+    for i in range(len(places)):
+        at, ratio = places[i], wide.dtype.type(ratios[i, 0])
+        n, m, r = at[4], at[5], at[6]
+        x, e, P = numbers(at[0], n * m, like), numbers(at[1], n * m, wide), numbers(at[2], n * r, wide)
+        filled = _filled(P, r)
+        _product(x, e, ratio, _rows(numbers(at[3], m * r, wide), r), filled, m)
+        for j in range(n if r % 4 else 0):
+            for k in range(r):
+                P[j * r + k] = filled[j * (len(filled) // n) + k]
+
+
+@compiled
+def transposed_product_each(places: Array, ratios: Array, like: Array, wide: Array) -> None:
+    for i in range(len(places)):
+        at, ratio = places[i], wide.dtype.type(ratios[i, 0])
+        n, m, r = at[4], at[5], at[6]
+        x, e, P = numbers(at[0], n * m, like), numbers(at[1], n * m, wide), numbers(at[2], n * r, wide)
+        Q, rows = numbers(at[3], m * r, wide), np.zeros((r + 3) // 4 * 4 * m, wide.dtype)
+        _transposed_product(x, e, ratio, _filled(P, r), rows, m)
+        for j in range(m):
+            for k in range(r):
+                Q[j * r + k] = rows[k * m + j]
+
+
+@compiled
+def subtract_product_each(places: Array, ratios: Array, like: Array, wide: Array) -> None:
+    for i in range(len(places)):
+        at, ratio = places[i], wide.dtype.type(ratios[i, 0])
+        n, m, r = at[4], at[5], at[6]
+        x, e = numbers(at[0], n * m, like), numbers(at[1], n * m, wide)
+        P, rows = numbers(at[2], n * r, wide), _rows(numbers(at[3], m * r, wide), r)
+        _subtract_product(x, e, ratio, _filled(P, r), rows, m)
+
+
+@compiled
+def write_product_each(places: Array, wide: Array) -> None:
+    for i in range(len(places)):
+        at = places[i]
+        n, m, r = at[3], at[4], at[5]
+        P, rows = numbers(at[1], n * r, wide), _rows(numbers(at[2], m * r, wide), r)
+        _write_product(_filled(P, r), rows, numbers(at[0], n * m, wide), m)

@@ -12,6 +12,7 @@ from torch import Tensor
 Array = np.ndarray[Any, Any]
 # any order of additions, and multiply-add in one rounding: a matrix product promises neither
 compiled = njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})
+inlined = njit(inline="always")
 
 
 def orthogonalize(P: Tensor) -> Tensor:
@@ -27,19 +28,33 @@ def _orthogonalize(stack: Array) -> None:
         columns = stack[b]
         for k in range(columns.shape[0]):
             own = columns[k]
-            most = np.abs(own).max()
+            most = _largest(own)
             if most > 0:
-                own /= most
+                _divide(own, most)
             once = _project(columns, k)
             twice = _project(columns, k)
             unit = 0
             while once == 0 or twice < 0.5 * once:  # nothing is left but rounding: any other direction will do
-                own[:] = 0
-                own[unit] = 1
+                for j in range(len(own)):
+                    own[j] = j == unit
                 once = max(_project(columns, k), 1 / np.sqrt(len(own)))  # some axis has that much left
                 twice = _project(columns, k)
                 unit += 1
-            own /= twice
+            _divide(own, twice)
+
+
+@inlined
+def _largest(a: Array) -> Any:
+    most = a.dtype.type(0)
+    for j in range(len(a)):
+        most = max(most, abs(a[j]))
+    return most
+
+
+@inlined
+def _divide(a: Array, by: Any) -> None:
+    for j in range(len(a)):
+        a[j] /= by
 
 
 @compiled
@@ -54,7 +69,7 @@ def _project(columns: Array, k: int) -> Any:
     return np.sqrt(_dot(own, own))
 
 
-@compiled
+@inlined
 def _dot(a: Array, b: Array) -> float:
     total = 0.0
     for j in range(len(a)):
@@ -62,7 +77,7 @@ def _dot(a: Array, b: Array) -> float:
     return total
 
 
-@compiled
+@inlined
 def _add_scaled(out: Array, alpha: Any, a: Array) -> None:
     for j in range(len(out)):
         out[j] += alpha * a[j]
