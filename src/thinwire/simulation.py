@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.exchange import exchange
+from thinwire.core.bundle import Given, Start, start
 from thinwire.core.lockstep import Collective, Lockstep, cut
 from thinwire.core.method import Context, Method, State
-from thinwire.core.value import Value, made
+from thinwire.core.value import made
 from thinwire.registry import Recipe, resolve
 
 Tensors = Mapping[str, Tensor]
@@ -51,7 +51,8 @@ class Simulation:
         full = [{name: t.get(name, torch.zeros_like(x)) for name, x in shapes.items()} for t in inputs]
         parts = [{"": _joined(t)} for t in full] if self.method.whole else full
         names = [name for name, x in parts[0].items() if x.numel()]
-        locksteps = [self._start(rank, {n: parts[rank][n] for n in names}, lr) for rank in range(self.workers)]
+        starts = [self._start(rank, {n: parts[rank][n] for n in names}, lr) for rank in range(self.workers)]
+        locksteps: list[Lockstep[Any]] = [Lockstep(begun.exchanges) for begun in starts]
 
         rounds = [lockstep.advance() for lockstep in locksteps]
         while rounds[0]:
@@ -63,7 +64,7 @@ class Simulation:
         self._shapes.update(shapes)
         outs, last_lr = [], {}
         for rank, lockstep in enumerate(locksteps):
-            results = dict(zip(names, lockstep.results, strict=True))
+            results = dict(zip(names, starts[rank].outcomes(lockstep.results), strict=True))
             for name, (_, state) in results.items():
                 if lr and state is not self.states[rank][name]:
                     last_lr[name] = lr
@@ -82,15 +83,15 @@ class Simulation:
             owed[name] = torch.stack(parts).mean(0)
         return _parted(owed[""], self._shapes) if self.method.whole else owed
 
-    def _start(self, rank: int, tensors: Tensors, lr: float | None) -> Lockstep[tuple[Value, State]]:
-        exchanges = []
+    def _start(self, rank: int, tensors: Tensors, lr: float | None) -> Start:
+        parts = []
         for name, x in tensors.items():
             ctx = self._context(rank, name, lr, x.dtype)
             if name not in self.states[rank]:
                 self._like[name] = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
                 self.states[rank][name] = self.method.init(self._like[name], ctx)
-            exchanges.append(exchange(self.method, x.clone(), self.states[rank][name], ctx))
-        return Lockstep(exchanges)
+            parts.append(Given(x.clone(), self.states[rank][name], ctx))
+        return start(self.method, parts)
 
     def _context(self, rank: int, name: str, lr: float | None = None, dtype: torch.dtype | None = None) -> Context:
         return Context(self.step, name, rank, self.workers, self.seed, lr, self._last_lr.get(name), dtype)

@@ -16,6 +16,9 @@ from thinwire.core.price import bytes_per_step
 from thinwire.core.requests import Batched, Exchange
 from thinwire.core.value import Sum, finite, subtract_each, wide
 
+SMALL = 1 << 14
+"""Numbers of a tensor that joins others; laying end to end what is larger would cost more than it spares."""
+
 
 class Wrapper(Method):
     """A method around another one; transparent where a subclass does not say otherwise."""
@@ -30,6 +33,12 @@ class Wrapper(Method):
     @property
     def whole(self) -> bool:
         return self.inner.whole
+
+    def joined(self) -> Method:
+        return replace(self, inner=self.inner.joined())  # type: ignore[type-var]
+
+    def pieces(self, ctx: Context) -> int:
+        return self.inner.pieces(ctx)
 
     def keeps(self, x: Tensor, ctx: Context) -> bool:
         return self.inner.keeps(x, ctx)
@@ -159,6 +168,12 @@ class After(Wrapper):
     def keeps(self, x: Tensor, ctx: Context) -> bool:
         return self._begun(ctx) and self.inner.keeps(x, ctx)
 
+    def joins(self, x: Tensor, ctx: Context) -> bool:
+        return self.inner.joins(x, ctx)
+
+    def pieces(self, ctx: Context) -> int:
+        return self.inner.pieces(ctx) if self._begun(ctx) else 1
+
     def _begun(self, ctx: Context) -> bool:
         return self.start() if callable(self.start) else ctx.step >= self.start
 
@@ -207,6 +222,15 @@ class Where(Wrapper):
             other = self._known.setdefault("dense", self.inner.dense())
             self._known[key] = self.inner if self.rule(self.inner, *key) else other
         return self._known[key]
+
+    def joins(self, x: Tensor, ctx: Context) -> bool:
+        # of a single number nobody could tell a state like it from one like a piece of it
+        if not 1 < x.numel() <= SMALL or not x.is_contiguous() or self._chosen(x, ctx) is self.inner:
+            return False
+        return self.joined().pieces(ctx) > 0
+
+    def joined(self) -> Method:
+        return self._known["dense"]
 
     def keeps(self, x: Tensor, ctx: Context) -> bool:
         return self._chosen(x, ctx).keeps(x, ctx)

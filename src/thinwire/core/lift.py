@@ -211,6 +211,9 @@ class TwoWay(Method):
     def unmade(self) -> bool:
         return self.compressor.unmade
 
+    def pieces(self, ctx: Context) -> int:
+        return ctx.world if isinstance(self.compressor, Identity) else 0
+
     def init(self, x: Tensor, ctx: Context) -> TwoWayState:
         return TwoWayState(x.new_zeros(_chunk_sizes(x.numel(), ctx.world)[ctx.rank]))
 

@@ -92,6 +92,18 @@ class Method:
         """Whether it takes the whole gradient as one vector, rather than one tensor at a time."""
         return False
 
+    def joins(self, x: Tensor, ctx: Context) -> bool:
+        """Whether ``x`` may travel as one with others, by the method that ``joined`` gives."""
+        return False
+
+    def joined(self) -> Method:
+        """The method as it is for tensors that join."""
+        return self
+
+    def pieces(self, ctx: Context) -> int:
+        """How many a tensor is cut into, where each number's answer depends on that number alone; else 0."""
+        return 0
+
     def init(self, x: Tensor, ctx: Context) -> State:
         """The state that a tensor like ``x`` starts from."""
         return ()
@@ -132,6 +144,9 @@ class Dense(Method):
     adds: ClassVar[bool] = True
     own: bool = False
     """In the gradient's own type; else in the one that methods compute in, to travel with their tensors."""
+
+    def pieces(self, ctx: Context) -> int:
+        return 1
 
     def reduce(self, x: Tensor | Sum, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         x = settled(x)

@@ -49,6 +49,9 @@ class Momentum(Local):
 class RunningMean(Momentum):
     """m = mu m + (1 - mu) g;   x = m"""
 
+    def joins(self, x: Tensor, ctx: Context) -> bool:
+        return self.inner.joins(x, ctx)
+
     def reduce(self, x: Tensor, state: MomentumState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         kept = self.inner.keeps(x, ctx)
         x.lerp_(state.momentum, self.mu)
@@ -62,6 +65,9 @@ class RunningMean(Momentum):
 @dataclass(frozen=True, slots=True)
 class Nesterov(Momentum):
     """m = mu m + g;   x = mu m + g"""
+
+    def joins(self, x: Tensor, ctx: Context) -> bool:
+        return self.inner.joins(x, ctx)
 
     def reduce(self, x: Tensor, state: MomentumState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         m, mu = state.momentum, self.mu

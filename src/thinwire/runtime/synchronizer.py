@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
+from thinwire.core import bundle
+from thinwire.core.bundle import Given, Start
 from thinwire.core.exchange import exchange
 from thinwire.core.lockstep import Collective
 from thinwire.core.method import Averager, Context, Dense, Method, Owner, State
@@ -219,14 +221,17 @@ class Synchronizer:
         step = self.ledger.step
         parts = [part for part in bucket.parts if part.grad.numel()]
         contexts = [self._context(part.name, part) for part in parts]
+        begun: list[Start] = []
 
-        def start() -> list[Exchange[tuple[Value, State]]]:
+        def start() -> list[Exchange[Any]]:
             self._agree(step)
-            return [self._exchange(part, ctx, method) for part, ctx in zip(parts, contexts, strict=True)]
+            begun.append(self._start(parts, contexts, method))
+            return begun[0].exchanges
 
         def finish(results: Results) -> None:
-            write_each([(part.grad, mean) for part, (mean, _) in zip(parts, results, strict=True)])
-            for ctx, (_, state) in zip(contexts if method is None else (), results, strict=False):
+            outcomes = begun.pop().outcomes(results)
+            write_each([(part.grad, mean) for part, (mean, _) in zip(parts, outcomes, strict=True)])
+            for ctx, (_, state) in zip(contexts if method is None else (), outcomes, strict=False):
                 self.ledger.keep(ctx, state)
             self._count(bucket)
 
@@ -269,11 +274,16 @@ class Synchronizer:
 
         return Job("the whole gradient", start, finish, release, fail, [bucket.buffer for bucket, _ in held], last=True)
 
-    def _exchange(self, part: Part, ctx: Context, method: Method | None) -> Exchange[tuple[Value, State]]:
+    def _start(self, parts: Sequence[Part], contexts: Sequence[Context], method: Method | None) -> Start:
+        pairs = list(zip(parts, contexts, strict=True))
         if method is not None:
-            return exchange(method, part.grad, (), ctx)
-        present = self._present([part])
-        return exchange(self.method, self._outgoing(part), self.ledger.state(ctx), ctx, present)
+            return bundle.start(method, [Given(part.grad, (), ctx) for part, ctx in pairs])
+        given = [Given(self._outgoing(part), self.ledger.state(ctx), ctx) for part, ctx in pairs]
+        if not self._may_be_absent:
+            return bundle.start(self.method, given)
+        present = [self._present([part]) for part in parts]
+        exchanges = [exchange(self.method, *one, absent) for one, absent in zip(given, present, strict=True)]
+        return Start(exchanges, [[i] for i in range(len(parts))])
 
     def _present(self, parts: Sequence[Part]) -> Tensor | None:
         """Where a parameter may be unused, DDP hands over zeros for it, and drops the answer if all ranks did."""
