@@ -109,11 +109,12 @@ class Layout:
 
     def copy(self, vector: Tensor, outs: Sequence[Tensor]) -> None:
         """Back to where they came from."""
-        parts = torch.split(vector.view(self._pieces, -1), self._columns, dim=1)
-        torch._foreach_copy_(
-            [out.view(-1) for out in outs],
-            [part.reshape(-1)[: out.numel()] for part, out in zip(parts, outs, strict=True)],
-        )
+        wholes, parts = [], []
+        for out, part in zip(outs, torch.split(vector.view(self._pieces, -1), self._columns, dim=1), strict=True):
+            short = part.numel() > out.numel()
+            wholes.append(out.view(-1) if short else out.view(part.shape))
+            parts.append(part.reshape(-1)[: out.numel()] if short else part)
+        torch._foreach_copy_(wholes, parts)
 
     def join(self, states: Sequence[Any]) -> Any:
         """The state of all: its tensors are like the x's, or like one piece of each."""

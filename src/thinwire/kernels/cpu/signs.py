@@ -96,11 +96,12 @@ def add_signs_each(batch: Sequence[Addition]) -> None:
 
 
 def _check(scale: Tensor, bits: Tensor, columns: int, block: int, most: int, out: Tensor) -> None:
-    rows = bits.shape[0]
+    rows, octets = bits.shape
     assert out.is_contiguous()
     assert out.numel() <= most
     assert scale.dtype == out.dtype
-    assert (tuple(scale.shape), tuple(bits.shape)) == ((rows, -(-columns // block)), (rows, -(-columns // 8)))
+    assert octets == -(-columns // 8)
+    assert scale.shape == (rows, -(-columns // block))
 
 
 @compiled

@@ -55,9 +55,8 @@ class Table:
 
     def rows(self, x: Tensor) -> tuple[int, int]:
         """Of a matrix with rows end to end or apart: where the first is, and how far from one to the next."""
-        if x.stride(1) != 1:
-            return self.at(x), x.shape[1]
-        return x.data_ptr(), x.stride(0)
+        apart, next_to = x.stride()
+        return (x.data_ptr(), apart) if next_to == 1 else (self.at(x), x.shape[1])
 
 
 @intrinsic
