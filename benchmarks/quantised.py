@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,25 +22,27 @@ from torch import Tensor
 
 import thinwire as tw
 from benchmarks.simulated import train
+from thinwire.methods.dq import DQState
 
 WORKERS, BITS, MOMENTUM = 4, 3, 0.0
-QSGD = f"qsgd:bits={BITS}"
 LOSSES = ("val_loss", "train_loss")
 TABLES = "lm-loss,lm-bits,image-loss,image-bits"
-LM, IMAGE = "lm:layers=1,width=16,head=16,context=16,batch=8,clip=0", "image:width=4,batch=16"
+LM, IMAGE = "lm:layers=1,width=16,head=16,context=16,batch=8,clip=0", "mlp:layers=1,width=16,batch=32"
 
 
 class Watch:
-    """The bits of each step as every worker has them, and the norm that they follow."""
+    """The bits of each step as every worker has them, a number's on average, and the norm of all tensors together."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
         self._spent = [[0.0] * WORKERS]
 
     def __call__(self, sim: tw.Simulation, gradients: list[dict[str, Tensor]]) -> None:
-        if sim.step and "" in sim.states[0]:  # a method over the whole gradient: not qsgd
-            self.norms.append(2 ** sim.states[0][""].norm)
-            self._spent.append([states[""].spent for states in sim.states])
+        chosen = {name: x.numel() for name, x in gradients[0].items() if isinstance(sim.states[0].get(name), DQState)}
+        if chosen:
+            self.norms.append(math.sqrt(sum(4 ** sim.states[0][name].norm for name in chosen)))
+            of_all = [sum(states[name].spent * size for name, size in chosen.items()) for states in sim.states]
+            self._spent.append([spent / sum(chosen.values()) for spent in of_all])
 
     def seen(self) -> dict[str, Any]:
         bits = [after[0] - before[0] for before, after in zip(self._spent, self._spent[1:], strict=False)]
@@ -55,16 +58,20 @@ class Case:
     alpha: float
     target: float
     """For the paper's rule with one k: a few bits at the run's usual norms."""
+    block: int
     decay: bool
     out: Path
 
+    def qsgd(self, bits: int = BITS) -> str:
+        return f"qsgd:bits={bits},block={self.block}"
+
     @property
     def dq(self) -> str:
-        return f"dq:budget={BITS},alpha={self.alpha},total_steps={self.steps}"
+        return f"dq:budget={BITS},alpha={self.alpha},total_steps={self.steps},block={self.block}"
 
     @property
     def by_norm(self) -> str:
-        return f"dq:target={self.target:g},alpha=1,total_steps={self.steps}"
+        return f"dq:target={self.target:g},alpha=1,total_steps={self.steps},block={self.block}"
 
     def run(self, method: str, seed: int) -> dict[str, Any]:
         rate = f"{self.lr:g}{'-decaying' if self.decay else ''}"
@@ -81,11 +88,11 @@ class Case:
 
 def loss(case: Case, seeds: list[int]) -> None:
     rate = f"rate {case.lr}{', decaying' if case.decay else ''}"
-    print(f"\n`{case.workload}`, {case.steps} steps, {rate}; `{QSGD}` and `{case.dq}`\n")
+    print(f"\n`{case.workload}`, {case.steps} steps, {rate}; `{case.qsgd()}` and `{case.dq}`\n")
     print("| seed | `qsgd` | `dq` | difference | bits, of the budget | bytes, of `qsgd`'s |\n|---|---|---|---|---|---|")
     pairs = []
     for seed in seeds:
-        fixed, dynamic = case.run(QSGD, seed), case.run(case.dq, seed)
+        fixed, dynamic = case.run(case.qsgd(), seed), case.run(case.dq, seed)
         pairs.append((fixed, dynamic))
         losses = [fixed["val_loss"], dynamic["val_loss"]]
         cells = [seed, *(f"{loss:.4f}" for loss in losses), f"{losses[1] - losses[0]:+.4f}"]
@@ -108,7 +115,7 @@ def fixed(case: Case, seeds: list[int]) -> None:
     print(f"\n`{case.workload}`, {case.steps} steps, rate {case.lr}, seeds {seeds[0]} to {seeds[-1]}\n")
     print("| `qsgd`, bits | validation loss | training loss of the last steps |\n|---|---|---|")
     for bits in (2, 3, 8):
-        runs = [case.run(f"qsgd:bits={bits}", seed) for seed in seeds]
+        runs = [case.run(case.qsgd(bits), seed) for seed in seeds]
         cells = [f"{statistics.fmean(run[what] for run in runs):.4f}" for what in LOSSES]
         print(f"| {bits} | {' | '.join(cells)} |", flush=True)
 
@@ -138,8 +145,8 @@ def main() -> None:
     seeds = list(range(args.first_seed, args.first_seed + args.seeds))
     rest = (args.decay, args.out)
     cases = {
-        "lm": Case(LM, args.text, 0.5, 1500, 0.995, 0.5, *rest),
-        "image": Case(IMAGE, args.images, 0.2, 600, 0.99, 0.5, *rest),
+        "lm": Case(LM, args.text, 1.0, 800, 0.98, 0.05, 512, *rest),
+        "image": Case(IMAGE, args.images, 0.1, 1000, 0.98, 0.05, 1568, *rest),
     }
     for table in args.only.split(","):
         name, _, what = table.partition("-")

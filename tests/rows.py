@@ -60,8 +60,8 @@ ROWS = [
     Row("ef-sign:min_dims=0,after=1", warm_up=1, rounds=2, quadratic_steps=600),
     Row("qsgd", rounds=2, exempt={"mass_is_conserved": UNBIASED}),
     Row("qsgd:bits=3,block=16,after=1,min_dims=2", warm_up=1, rounds=2, exempt={"mass_is_conserved": UNBIASED}),
-    Row("dq", exempt=BY_NORM),
-    Row("dq:target=0.01,total_steps=20,block=16,after=1", warm_up=1, exempt=BY_NORM),
+    Row("dq", rounds=2, exempt=BY_NORM),
+    Row("dq:target=0.01,total_steps=20,block=16,after=1", warm_up=1, rounds=2, exempt=BY_NORM),
     Row("topk:ratio=0.1", rounds=2),  # an all-reduce of the dense tensors beside it
     Row("topk:ratio=0.2,after=2,min_dims=2", warm_up=2, rounds=2),
     Row("randk:ratio=0.1"),

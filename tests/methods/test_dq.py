@@ -39,8 +39,8 @@ def test_the_norm_is_that_of_the_scales_with_which_all_workers_round():
     x = torch.tensor([3.0, *[1.0] * 7, -2.0, 1.0])  # blocks of 8 and 2 with largest magnitudes 3 and 2
     sim.reduce([{"w": x}, {"w": 0 * x}])
     wanted = math.log2((8 * 9 + 2 * 4) / 2) / 2
-    assert sim.states[0][""].norm == pytest.approx(wanted)
-    assert sim.states[0][""] == sim.states[1][""]
+    assert sim.states[0]["w"].norm == pytest.approx(wanted)
+    assert sim.states[0]["w"] == sim.states[1]["w"]
 
 
 @pytest.mark.parametrize("workers", [1, 4])
@@ -94,7 +94,7 @@ def test_all_ranks_choose_alike_though_their_gradients_differ():
     for step in range(20):
         g = torch.Generator().manual_seed(step)
         sim.reduce([{"w": 10**r * torch.randn(50, generator=g)} for r in range(3)])
-        assert len({states[""] for states in sim.states}) == 1
+        assert len({states["w"] for states in sim.states}) == 1
 
 
 def test_with_a_constant_norm_the_price_is_what_is_metered():

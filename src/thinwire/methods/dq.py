@@ -4,12 +4,12 @@ Of step n's squared error alpha^(N-n) is left after N steps: bits are spent best
 
     s_n = k alpha^((N-n)/2) |g_n| levels a side;   B_n = 1 + log2(s_n + 1) bits, in [2, 8]
 
-Bits rise towards the end and fall with |g|^2 = mean_i sum over blocks of n |v|_max^2 (see ``qsgd``). k is set by one of
+Bits rise towards the end and fall with |g|^2 = mean_i sum over blocks of n |v|_max^2 (see ``qsgd``). k is set by
     target   the variance of the mean, E |out - g|^2 <= alpha^(n-N) target: k = 1 / sqrt(4 W target), bits rounded up
     budget   bits a number, on average over the run: k would just spend what is left if the norm stayed at its mean
 
-Departure: the norm is the last step's, read by all workers from the scales that they gathered then, and constant to the
-price list. After ``total_steps`` a budget's bits are its mean. The paper's 2^B - 1 levels are ours, the sign counted.
+Departure: a tensor has bits of its own. The norm is the last step's, read by all workers from the scales that they then
+gathered, and constant to the price list. After ``total_steps`` a budget's bits are its mean. The levels count the sign.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.core.combine import whole
+from thinwire.core.combine import Rule, where
 from thinwire.core.lift import MeanDecoded
 from thinwire.core.method import Context, Method, Reduced
 from thinwire.core.requests import Exchange
@@ -39,7 +39,7 @@ class DQState(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DQ(Method):
-    """QSGD with bits that rise towards the end of the run and fall with the gradient's norm; the whole gradient.
+    """QSGD with bits that rise towards the end of the run and fall with the gradient's norm.
 
     Bytes: (W-1) d (budget/8 + 4/block), on average over the run
     Use: runs of known length whose early errors fade. At equal bits it has not been shown to beat ``qsgd`` here.
@@ -50,7 +50,7 @@ class DQ(Method):
     budget: float = 4.0
     """Bits a number, on average over ``total_steps``; has no part where there is a target."""
     target: float = 0.0
-    """Most variance, in squared gradient units, that the last step may add to the mean; 0 goes by the budget."""
+    """Most variance, in squared gradient units, that the last step may add to a tensor's mean; 0 goes by the budget."""
     alpha: float = 0.995
     """What a step leaves of the squared error before it: about 1 - 2 x learning rate x curvature."""
     total_steps: int = 1000
@@ -70,7 +70,7 @@ class DQ(Method):
         check_block(self.block)
 
     def method(self) -> Method:
-        return whole(self)
+        return where(Rule(min_saving=1.0), self)
 
     def init(self, x: Tensor, ctx: Context) -> DQState:
         return DQState()
@@ -95,11 +95,11 @@ class DQ(Method):
 
     def _usual_levels(self, share: float, left: int) -> float:
         """log2(k |g|) for the usual norm: the mean of the bits over what is left of the run is the share."""
-        ahead = [left * (i + 0.5) / 64 / 2 * math.log2(self.alpha) for i in range(64)]
+        ahead = [left * (i + 0.5) / 16 / 2 * math.log2(self.alpha) for i in range(16)]
         low, high = 0.0, MOST - ahead[-1]
-        for _ in range(30):
+        for _ in range(12):
             middle = (low + high) / 2
-            enough = sum(_bits(middle + faded) for faded in ahead) / len(ahead) >= share
+            enough = sum(_bits(middle + faded) for faded in ahead) >= share * len(ahead)
             low, high = (low, middle) if enough else (middle, high)
         return high
 
