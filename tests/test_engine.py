@@ -18,7 +18,7 @@ from tests import workers
 from tests.models import Bag, bag_means, batch, flat, gradients, grads, mlp, train_step
 from tests.rows import ROWS
 from thinwire.core import price
-from thinwire.runtime.messages import best, plan
+from thinwire.runtime.messages import Plan, best, plan
 
 EACH_BUCKET = 1000
 """More messages than there are buckets."""
@@ -387,7 +387,7 @@ def _cut(rank, _world, messages):
             model.zero_grad()
             model(gradients(rank, step)).backward()
             means.append(grads(model.module))
-        out[spec] = means, sync.stats()["collectives"] - before, sync._engine.share
+        out[spec] = means, sync.stats()["collectives"] - before, sync._engine.cuts
     return out
 
 
@@ -432,10 +432,12 @@ def test_resuming_with_as_many_messages_is_exact(messages, collectives):
     assert all(torch.equal(through[name], resumed[name]) for name in through)
 
 
-def test_the_best_number_of_messages_takes_the_least_time():
+@pytest.mark.parametrize("ratio", [1.0, 1.0001, 3.0, 16.0])
+def test_the_best_number_of_messages_takes_the_least_time(ratio):
     for latency, wire in [(0.12, 0.04), (0.001, 0.04), (0.0003, 0.0005), (0.02, 3.5)]:
-        times = {n: n * latency + wire / n for n in range(1, 200)}
-        assert times[best(latency, wire)] <= 1.01 * min(times.values())
+        last = {n: 1 / n if ratio == 1 else (ratio - 1) / (ratio**n - 1) for n in range(1, 200)}
+        times = {n: n * latency + wire * share for n, share in last.items()}
+        assert times[best(latency, wire, ratio)] <= 1.01 * min(times.values())
 
 
 @pytest.mark.parametrize("spec", ["acp:rank=2", "dist-ef-block", "acp:rank=2,after=9"])
@@ -444,19 +446,43 @@ def test_delay_makes_one_message_and_a_slow_wire_several(spec):
     whole = price.rounds(tw.method(spec.removesuffix(",after=9")), shapes, 4)
     far, thin = (SimpleNamespace(world=4, rank=0, measure=lambda f=f: f) for f in ((0.12, 1e-8), (1e-4, 1e-6)))
     one_round = spec.startswith("acp")
-    assert plan(tw.method(spec), shapes, far) == (whole[0], one_round)
-    assert plan(tw.method(spec), shapes, far, messages=3) == (whole[0] / 3, one_round)
-    number = whole[0] / plan(tw.method(spec), shapes, thin).share
+    assert plan(tw.method(spec), shapes, far).price == whole[0]
+    assert plan(tw.method(spec), shapes, far).cuts() == []
+    assert plan(tw.method(spec), shapes, far, messages=3).cuts(9.0) == pytest.approx([1 / 3, 2 / 3])
+    several = plan(tw.method(spec), shapes, thin)
+    assert several.one_round == one_round
+    number = len(several.cuts()) + 1
     assert number == round(math.sqrt(sum(whole) * 1e-6 / (len(whole) * 1e-4))) > 5
+    assert several.cuts() == pytest.approx([(k + 1) / number for k in range(number - 1)])
+
+
+@pytest.mark.parametrize(
+    ("latency", "wire", "backward"), [(0.001, 0.04, 0.35), (0.002, 0.12, 0.35), (0.001, 0.1, 0.05)]
+)
+def test_a_message_has_left_the_wire_when_the_next_one_comes(latency, wire, backward):
+    """Or the wire is never idle: and what is left after backward is no more than of equal messages, which are more."""
+    plan = Plan(100.0, True, None, latency, wire)
+    cuts, equal = plan.cuts(backward), plan.cuts()
+    assert len(cuts) < len(equal) if backward > wire else cuts == equal
+    ends = []
+    for own in (cuts, equal):
+        end, before = 0.0, 0.0
+        for cut in [*own, 1.0]:
+            arrived = backward * cut
+            assert end <= arrived * 1.0001 or wire > backward
+            end = max(end, arrived) + wire * (cut - before)
+            before = cut
+        ends.append(end + (1 + len(own)) * latency)
+    assert ends[0] <= ends[1]
 
 
 @pytest.mark.parametrize("spec", ["dense", "gtopk:ratio=0.1"])
 def test_what_saves_nothing_or_is_one_message_anyway_is_not_joined(spec):
-    assert workers.run(_share, 2, spec) == [0.0, 0.0]
+    assert workers.run(_priced, 2, spec) == [0.0, 0.0]
 
 
-def _share(rank, _world, spec):
-    return tw.attach(DDP(Bag()), spec, messages=1)._engine.share
+def _priced(rank, _world, spec):
+    return tw.attach(DDP(Bag()), spec, messages=1)._engine.plan.price
 
 
 def test_no_messages_is_refused():

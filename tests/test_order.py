@@ -9,7 +9,8 @@ import torch
 from torch.futures import Future
 
 from thinwire.core.requests import AllReduce
-from thinwire.runtime.engine import Engine, Job
+from thinwire.runtime.engine import KNOWN, Engine, Job
+from thinwire.runtime.messages import Plan
 from thinwire.runtime.telemetry import Telemetry
 from thinwire.runtime.transport import Pending
 
@@ -51,9 +52,9 @@ def until(condition):
         time.sleep(0.001)
 
 
-def setup(share=0.0):
+def setup(plan=Plan()):  # noqa: B008
     network, started, finished = Network(), [], []
-    engine = Engine(network, Telemetry(), "test", share)
+    engine = Engine(network, Telemetry(), "test", plan)
 
     def submit(number, last=False, one_round=False):
         def start():
@@ -130,8 +131,8 @@ def test_late_buckets_go_in_the_same_order():
 
 
 def test_buckets_travel_together_until_their_share_is_full():
-    """Each bucket asks for 4 bytes: the second and the fourth pass a multiple of 8, the fifth is the last."""
-    network, started, finished, engine, submit = setup(share=8.0)
+    """Each bucket asks for 4 bytes: the second and the fourth pass a third of 24, the fifth is the last."""
+    network, started, finished, engine, submit = setup(Plan(price=24, messages=3))
     submit(1)
     until(lambda: started == [1])  # compressed at once, though its message is not full
     submit(2)
@@ -151,7 +152,7 @@ def test_buckets_travel_together_until_their_share_is_full():
 
 
 def test_a_step_is_cut_as_the_one_before_it():
-    network, _, finished, engine, submit = setup(share=8.0)
+    network, _, finished, engine, submit = setup(Plan(price=16, messages=2))
     for step in range(2):
         for number in (1, 2, 3):
             submit(number, last=number == 3)
@@ -163,3 +164,52 @@ def test_a_step_is_cut_as_the_one_before_it():
     assert not network.closed
     engine.close()
     assert network.closed
+
+
+def test_cuts_follow_backward_once_it_is_known_and_by_what_all_ranks_measured():
+    """Equal halves at first; then the first message has what backward hides, however long it took on this rank."""
+    network, _, finished, engine, submit = setup(Plan(price=24, one_round=True, messages=None, latency=0.1, wire=0.4))
+    network.gathered = []
+    network.gather_objects = lambda mine: network.gathered.append(mine) or [1.6, 2.4]
+    for step in range(KNOWN + 1):
+        assert not network.gathered
+        for number in range(1, 7):
+            submit(number, last=number == 6, one_round=True)
+            if number == 5:
+                time.sleep(0.05)
+        until(lambda: len(network.open) == 2)
+        network.answer()
+        network.answer()
+        until(lambda: len(finished) == 6 * (step + 1))  # noqa: B023
+    assert network.issued == KNOWN * [[1, 2, 3], [4, 5, 6]] + [[1, 2, 3, 4, 5], 6]
+    assert len(network.gathered) == 1 and 0.04 < network.gathered[0] < 5
+    engine.close()
+
+
+def test_what_asks_for_more_than_its_price_has_a_message_for_each_bucket_from_there_on():
+    network, _, finished, engine, submit = setup(Plan(price=4, messages=1))
+    for number in range(1, 6):
+        submit(number, last=number == 5, one_round=True)
+    for answered in range(4):
+        until(lambda: network.open)
+        network.answer()
+        until(lambda: len(finished) >= answered + 1)  # noqa: B023
+    assert network.issued == [[1, 2], 3, 4, 5]
+    engine.close()
+
+
+def test_a_step_is_cut_by_what_the_last_but_one_asked_for():
+    """Some methods take turns: here steps of two buckets and of six, each cut in its own middle."""
+    network, _, finished, engine, submit = setup(Plan(price=16, messages=2))
+    done = 0
+    for step in range(6):
+        size = 6 if step % 2 else 2
+        for number in range(1, size + 1):
+            submit(number, last=number == size, one_round=True)
+        done += size
+        while len(finished) < done:
+            if network.open:
+                network.answer()
+            time.sleep(0.001)
+    assert network.issued[-4:] == [1, 2, [1, 2, 3], [4, 5, 6]]
+    engine.close()

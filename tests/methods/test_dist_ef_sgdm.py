@@ -92,7 +92,7 @@ def _run(rank, case):
         *({"params": [named[n]]} for n in case.own_rates),
     ]
     opt = DistEFBlockSGDM(groups, **{"exchange": EVERY_TENSOR} | case.options)
-    sync = tw.attach(model, opt)
+    sync = tw.attach(model, opt, messages=1000)  # one for each bucket
     history = []
     for step in range(len(case.rates)):
         opt.zero_grad()

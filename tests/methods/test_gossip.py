@@ -197,7 +197,7 @@ def attached(case, module):
     buckets.SIZE = case.bucket
     model = DDP(module, bucket_cap_mb=0.0005)
     opt = case.optimizer(model.parameters())
-    return model, opt, tw.attach(model, opt)
+    return model, opt, tw.attach(model, opt, messages=1000)  # one for each bucket
 
 
 def train(model, opt, rank, step):

@@ -10,9 +10,11 @@ compressed as they arrive, up to their first requests, and held until their turn
 from __future__ import annotations
 
 import queue
+import statistics
 import threading
 import time
 import traceback
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,12 +28,17 @@ from thinwire.core.lockstep import Collective, Lockstep, requested_bytes
 from thinwire.core.requests import Exchange
 from thinwire.core.value import Value
 from thinwire.errors import ExchangeError
+from thinwire.runtime.messages import Plan
 from thinwire.runtime.telemetry import Telemetry
 from thinwire.runtime.transport import Pending, Transport
 
 Results = list[tuple[Value, Any]]
 TOGETHER = 2
 """Messages under way: gloo works on two at a time, and more would only hold memory."""
+TURNS = 2
+"""Steps after which a method asks for as much again: some take turns."""
+KNOWN = 3
+"""Steps after which it is known how long backward takes: the first ones make buckets, and much else."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,11 +97,12 @@ class _Answered:
 class Engine:
     """Runs jobs in order on a thread of its own. ``submit`` returns at once."""
 
-    def __init__(self, transport: Transport, telemetry: Telemetry, label: str, share: float = 0.0) -> None:
-        """``share``: a message is full where a step's bytes pass a multiple of it. With 0, each bucket is one."""
+    def __init__(self, transport: Transport, telemetry: Telemetry, label: str, plan: Plan) -> None:
+        """``plan``: where messages end."""
         self.transport = transport
         self.telemetry = telemetry
-        self.share = share
+        self.plan = plan
+        self.cuts = plan.cuts()
         self.error: ExchangeError | None = None
         self._label = label
         self._events: queue.SimpleQueue[Job | _Answered | None] = queue.SimpleQueue()
@@ -102,6 +110,12 @@ class Engine:
         self._sending: deque[Message] = deque()
         self._next = Message()
         self._asked = 0
+        self._asked_by_step = deque([plan.price] * TURNS, maxlen=TURNS)
+        self._passed = 0
+        self._begins = True
+        self._until_known = KNOWN + 1 if plan.messages is None else 0
+        self._first_submitted: float | None = None
+        self._backward = 0.0
         self._at = ""
         self._last_submitted = 0.0
         self._compressed_before = 0.0
@@ -114,8 +128,12 @@ class Engine:
     def submit(self, job: Job) -> None:
         if self.error is not None:
             raise self.error
+        now = time.perf_counter()
+        if self._first_submitted is None:
+            self._first_submitted = now
         if job.last:
-            self._last_submitted = time.perf_counter()
+            self._backward, self._first_submitted = now - self._first_submitted, None
+            self._last_submitted = now
             self._compressed_before = self.telemetry.counters.seconds_compressing
         self._events.put(job)
 
@@ -166,6 +184,9 @@ class Engine:
         job, message = self._arrived.popleft(), self._next
         message.jobs.append((job, 0))
         self._at = job.label
+        if self._begins:
+            self._begins = False
+            self._cut_anew()
         if job.ready is not None and self._stream is not None:
             self._stream.wait_event(job.ready)
             for tensor in job.tensors:
@@ -174,15 +195,28 @@ class Engine:
             exchanges = job.start()
             message.jobs[-1] = (job, len(exchanges))
             asked = requested_bytes(message.lockstep.add(exchanges), self.transport.world)
-        before, self._asked = self._asked, self._asked + asked
-        message.full = job.last or self.share == 0 or self._asked // self.share > before // self.share
+        self._asked += asked
+        # a cut is passed by the bucket that ends nearer to it than the next one would, were that as large
+        part = (self._asked + asked / 2) / max(1, self._asked_by_step[0])
+        before, self._passed = self._passed, bisect_right(self.cuts, part)
+        # more than a method's turns may differ by: a dense warm-up
+        message.full = job.last or self._passed > before or self._asked >= TURNS * self.plan.price
         if job.last:
-            self._asked = 0
+            self._asked_by_step.append(self._asked)
+            self._asked = self._passed = 0
+            self._begins = True
         if message.full:
             with self.telemetry.compressing(message.label):
                 alone = len(message.jobs) == 1 and len(job.tensors) == 1
                 message.lockstep.scratch = job.tensors[0] if alone else None
                 message.collectives = message.lockstep.advance()
+
+    def _cut_anew(self) -> None:
+        """Once it is known how long backward takes: before the same step on every rank, when nothing is under way."""
+        if self._until_known:
+            self._until_known -= 1
+            if not self._until_known:
+                self.cuts = self.plan.cuts(statistics.fmean(self.transport.gather_objects(self._backward)))
 
     def _go_on(self) -> None:
         """With the first message, and those after it, as far as they have their answers."""

@@ -1,11 +1,13 @@
-"""How many messages a step's exchange is cut into: few where latency rules, more where the wire is busy long enough.
+"""How a step's exchange is cut into messages: few where latency rules, more where the wire is busy long enough.
 
-Cut into N equal messages, an exchange whose latency is L and whose bytes take T on the wire ends about
+Backward hides all messages but the last. Let gradients arrive over B seconds, and the bytes take T on the wire: then a
+message may be B / T times as large as the next, and has left the wire when that one comes. Cut so into N, by a ratio of
+rho = max(1, B / 2T) to be on the safe side, an exchange whose latency is L ends about
 
-    N L + T / N
+    N L + T (rho - 1) / (rho^N - 1)        with rho = 1:   N L + T / N,   the least of which is at N = sqrt(T / L)
 
-after the gradients that it waits for: every message has its latency, and the last one, which nothing hides, its share
-of the bytes. The least of that is at N = sqrt(T / L).
+after the gradients: every message has its latency, and the last one its share of the bytes. B is not known before some
+steps are over. Until then messages are equal.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import accumulate
 
 from thinwire.core import price
 from thinwire.core.combine import After, Local
@@ -22,14 +25,35 @@ from thinwire.runtime.transport import Transport
 
 log = logging.getLogger("thinwire")
 
+MARGIN = 2.0
+"""How much longer bytes may take in training, which shares processors and memory with the transport."""
+MOST_UNEQUAL = 16.0
+"""Of two messages' sizes: beyond it a second one is hardly any bytes."""
 
-class Plan(NamedTuple):
+
+@dataclass(frozen=True, slots=True)
+class Plan:
     """How a step's exchange is cut."""
 
-    share: float = 0.0
-    """The bytes of a message's first round; with 0, each bucket is a message."""
+    price: float = 0.0
+    """Bytes that all buckets of a step ask for first; with 0, each bucket is a message."""
     one_round: bool = False
     """Whether no message has a second one."""
+    messages: int | None = 1
+    """How many, of equal size; None for what takes the least time."""
+    latency: float = 0.0
+    """Seconds, of all of a message's rounds."""
+    wire: float = 0.0
+    """Seconds that a step's bytes take."""
+
+    def cuts(self, backward: float = 0.0) -> list[float]:
+        """The part of a step's bytes after which each message but the last ends, if they arrive over such a time."""
+        if not self.price:
+            return []
+        hidden = backward / max(MARGIN * self.wire, 1e-9)
+        ratio = 1.0 if self.messages else min(max(1.0, hidden), MOST_UNEQUAL)
+        shares = _shares(self.messages or best(self.latency, self.wire, ratio), ratio)
+        return list(accumulate(shares[:-1]))
 
 
 def plan(
@@ -51,18 +75,24 @@ def plan(
     one_round = len(rounds) == 1
     if sum(rounds) >= sum(price.rounds(Dense(), shapes, world)):
         return Plan(0.0, one_round)
-    if messages is None:
-        latency, seconds_per_byte = transport.measure()
-        messages = best(len(rounds) * latency, sum(rounds) * seconds_per_byte)
-        if transport.rank == 0:
-            rate = 8e-6 / max(seconds_per_byte, 1e-12)
-            log.info("%d messages a step: latency %.2g ms, rate %.3g Mb/s", messages, 1e3 * latency, rate)
-    return Plan(rounds[0] / messages, one_round)
+    if messages is not None:
+        return Plan(rounds[0], one_round, messages)
+    latency, seconds_per_byte = transport.measure()
+    if transport.rank == 0:
+        log.info("latency %.2g ms, rate %.3g Mb/s", 1e3 * latency, 8e-6 / max(seconds_per_byte, 1e-12))
+    return Plan(rounds[0], one_round, None, len(rounds) * latency, sum(rounds) * seconds_per_byte)
 
 
-def best(latency: float, wire: float) -> int:
+def best(latency: float, wire: float, ratio: float = 1.0) -> int:
     """For an exchange whose rounds have this latency together, and whose bytes take ``wire`` seconds."""
-    return max(1, round(math.sqrt(wire / latency)))
+    equal = max(1, round(math.sqrt(wire / latency)))
+    return min(range(1, equal + 2), key=lambda n: n * latency + wire * _shares(n, ratio)[-1])
+
+
+def _shares(number: int, ratio: float) -> list[float]:
+    """Of each message: each has ``ratio`` times that of the next."""
+    sizes = [ratio**-i for i in range(number)]
+    return [size / sum(sizes) for size in sizes]
 
 
 def _past_warm_up(method: Method) -> Method:

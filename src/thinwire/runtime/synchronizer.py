@@ -112,7 +112,7 @@ class Synchronizer:
             rehearse(self.method, sorted({dtype for dtype, d in kinds if d == device}, key=str), device)
         shapes = {name: parameter.shape for parameter, name in self.ledger.names.items()}
         self._plan = plan(self.method, shapes, transport, self._messages)
-        self._engine = engine = Engine(transport, self.telemetry, repr(self.method), self._plan.share)
+        self._engine = engine = Engine(transport, self.telemetry, repr(self.method), self._plan)
         weakref.finalize(self, engine.close)
         if self._to_load is not None:
             self.load_state_dict(self._to_load)
