@@ -39,10 +39,10 @@ from thinwire.core.method import Context, Method
 from thinwire.core.rehearsal import rehearse
 from thinwire.core.requests import AllGather, Batched
 from thinwire.core.value import Sum, Value, subtract, write
-from thinwire.methods.dist_ef import ScaledSign, Signs
 from thinwire.methods.lowrank import Product, orthogonalize, product, transposed_product
 from thinwire.methods.powersgd import PowerSGD
 from thinwire.methods.qsgd import StochasticLevels
+from thinwire.methods.signs import ScaledSign, Signs
 from thinwire.methods.topk import TopK
 from thinwire.registry import METHODS
 
@@ -120,6 +120,7 @@ def lowrank_rows(size: int) -> dict[str, tuple[float, Work]]:
         }
         for turn, factors in steps.items():
             found[f"ACP {turn}-step, {what}"] = 2.5, partial(_low_rank_step, pairs, factors)
+            found[f"ACP {turn}-step with P Q^T into the bucket, {what}"] = 3.7, partial(_fused_step, pairs, factors)
         found[f"P Q^T into the bucket, {what}"] = 1.2, partial(_reconstruct, gradients, Product(P, Q))
         power = error_feedback(PowerSGD())
         states = [power.init(x, Context())._replace(error=e) for x, e in pairs]
@@ -131,6 +132,14 @@ def _low_rank_step(pairs: Sequence[tuple[Tensor, Tensor]], factors: Callable[[Su
     for x, error in pairs:
         M = Sum(x, error, 1.0)
         factors(M).subtract(M, error)
+
+
+def _fused_step(pairs: Sequence[tuple[Tensor, Tensor]], factors: Callable[[Sum], Product]) -> None:
+    """As the engine runs it; the mean of one worker is its own factor."""
+    for x, error in pairs:
+        M = Sum(x, error, 1.0)
+        sent = factors(M)
+        Product.settle_each([(sent, sent, M)])
 
 
 def _reconstruct(buckets: Sequence[Tensor], value: Product) -> None:

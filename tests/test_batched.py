@@ -9,7 +9,7 @@ import torch
 
 import thinwire as tw
 from thinwire.core.exchange import exchange
-from thinwire.core.lift import Identity, Raw
+from thinwire.core.identity import Identity, Raw
 from thinwire.core.lockstep import Lockstep, drive
 from thinwire.core.method import Context, Method, Reduced
 from thinwire.core.requests import AllGather, AllReduce, AllToAll, Batched

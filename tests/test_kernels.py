@@ -84,6 +84,94 @@ def test_decode_equals_reference(layout: tuple[int, int, int], dtype: type, bloc
     assert_same_decoding(torch.from_numpy(scale), torch.from_numpy(bits), columns, block, torch.from_numpy(base))
 
 
+ratios = st.sampled_from([1.0, 0.5, 0.0])  # whose products are exact
+
+
+def drawn_signs(data: st.DataObject, dtype: type, rows: int, columns: int, block: int) -> tuple[Tensor, Tensor]:
+    """Any scales and bytes."""
+    numbers = st.floats(width=np.finfo(dtype).bits)
+    scale = data.draw(arrays(dtype, (rows, -(-columns // block)), elements=numbers))
+    return torch.from_numpy(scale), torch.from_numpy(data.draw(arrays(np.uint8, (rows, -(-columns // 8)))))
+
+
+def drawn_numbers(data: st.DataObject, dtype: type, d: int) -> Tensor:
+    return torch.from_numpy(data.draw(arrays(dtype, d, elements=st.floats(width=np.finfo(dtype).bits))))
+
+
+def same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@relaxed
+@given(layouts(), dtypes, blocks, ratios, st.data())
+def test_a_workers_pass_is_the_references(
+    layout: tuple[int, int, int], dtype: type, block: int, ratio: float, data: st.DataObject
+) -> None:
+    rows, columns, d = layout
+    signs = *drawn_signs(data, dtype, rows, columns, block), *drawn_signs(data, dtype, rows, columns, block)
+    x, error = drawn_numbers(data, dtype, d), drawn_numbers(data, dtype, d)
+    found, expected = ((x.clone(), error.clone()) for _ in range(2))
+    cpu.settle_signs(*signs, columns, block, *found, ratio)
+    reference.settle_signs(*signs, columns, block, *expected, ratio)
+    same(found[0], expected[0])
+    same(found[1], expected[1])
+
+
+@relaxed
+@given(layouts(), dtypes, blocks, ratios, st.data())
+def test_a_servers_passes_are_the_references(
+    layout: tuple[int, int, int], dtype: type, block: int, ratio: float, data: st.DataObject
+) -> None:
+    rows, columns, _ = layout
+    d = data.draw(st.integers(0, columns))
+    most = float(np.finfo(dtype).max / 1024)  # no sum of finite numbers overflows
+    finite = st.floats(-most, most, width=np.finfo(dtype).bits)
+    scale = torch.from_numpy(data.draw(arrays(dtype, (rows, -(-columns // block)), elements=finite)))
+    _, bits = drawn_signs(data, dtype, rows, columns, block)
+    error = torch.from_numpy(data.draw(arrays(dtype, d, elements=finite | st.sampled_from([inf, nan]))))
+    kept = error.clone()
+    answer = cpu.serve_signs(scale, bits, columns, block, error, ratio, 1.5)
+    expected = reference.serve_signs(scale, bits, columns, block, error, ratio, 1.5)
+    same(error, kept)
+    assert torch.equal(answer[1], expected[1])
+    eps = torch.finfo(scale.dtype).eps * (1 if scale.dtype == torch.float32 else columns)
+    tiny = torch.finfo(scale.dtype).smallest_normal * torch.finfo(scale.dtype).eps
+    torch.testing.assert_close(answer[0], expected[0], rtol=eps, atol=tiny, equal_nan=True)
+    other = error.clone()
+    cpu.settle_served_signs(scale, bits, *answer, columns, block, error, ratio)
+    reference.settle_served_signs(scale, bits, *answer, columns, block, other, ratio)
+    same(error, other)
+
+
+def test_a_workers_and_a_servers_passes_have_the_same_bits_in_company() -> None:
+    g = torch.Generator().manual_seed(0)
+    sizes, W, block = (1, 7, 700, 5000), 3, 512
+    columns = [-(-d // W) for d in sizes]
+    encoded = [
+        cpu.encode_signs(torch.randn(d, generator=g), W, n, block, 1.5) for d, n in zip(sizes, columns, strict=True)
+    ]
+    means = [(scale * 2, ~bits) for scale, bits in encoded]
+    workers = [(torch.randn(d, generator=g), torch.randn(d, generator=g)) for d in sizes]
+    alone = [(x.clone(), e.clone()) for x, e in workers]
+    kernels.settle_signs(
+        [(*s, *m, n, block, *w, 0.3) for s, m, n, w in zip(encoded, means, columns, workers, strict=True)]
+    )
+    servers = [torch.randn(n, generator=g) for n in columns]
+    rest = list(zip(encoded, columns, servers, strict=True))
+    answers = kernels.serve_signs([(*s, n, block, e, 0.3, 1.5) for s, n, e in rest])
+    for signs, mean, n, found, own in zip(encoded, means, columns, workers, alone, strict=True):
+        cpu.settle_signs(*signs, *mean, n, block, *own, 0.3)
+        assert all(torch.equal(a, b) for a, b in zip(found, own, strict=True))
+    left = [e.clone() for e in servers]
+    kernels.settle_served_signs([(*s, *a, n, block, e, 0.3) for (s, n, e), a in zip(rest, answers, strict=True)])
+    for (signs, n, found), answer, own in zip(rest, answers, left, strict=True):
+        assert all(
+            torch.equal(a, b) for a, b in zip(answer, cpu.serve_signs(*signs, n, block, own, 0.3, 1.5), strict=True)
+        )
+        cpu.settle_served_signs(*signs, *answer, n, block, own, 0.3)
+        assert torch.equal(found, own)
+
+
 @relaxed
 @given(vectors(specials=(0.0, -0.0, inf, -inf)), blocks)
 def test_decoded_signs_are_those_of_x(case: tuple[Tensor, int, int], block: int) -> None:
@@ -137,6 +225,15 @@ def test_rows_that_lie_apart_are_read_where_they_are() -> None:
         for out, (s, b) in zip(sums, [(scale, bits), (strided, apart)], strict=True):
             kernel.add_signs(s, b, columns, 32, out, 0.5, out, True)
         assert torch.equal(*sums)
+        settled, served = torch.ones(2, 2, 400), torch.ones(2, 100)
+        answers = []
+        for (gradient, error), own, (s, b) in zip(settled, served, [(scale, bits), (strided, apart)], strict=True):
+            kernel.settle_signs(scale, bits, s, b, columns, 32, gradient, error, 0.5)
+            answers.append(kernel.serve_signs(s, b, columns, 32, own, 0.5, 1.0))
+            kernel.settle_served_signs(s, b, *answers[-1], columns, 32, own, 0.5)
+        assert torch.equal(*settled)
+        assert torch.equal(*served)
+        assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
 
 
 @relaxed

@@ -72,6 +72,22 @@ def test_what_is_left_and_what_is_written_are_the_references(case, ratio):
 
 
 @relaxed
+@given(matrices(), RATIOS)
+def test_what_is_settled_in_one_pass_is_the_references(case, ratio):
+    x, error, P, Q = case
+    M, N = P.flip(0) * 2, Q.flip(0) - 1
+    x = x.to(error.dtype)
+    sent, mean = P.abs() @ Q.abs().mT, M.abs() @ N.abs().mT
+    size = x.abs() + ratio * error.abs() + sent
+    for factors in [(P, Q, M, N), (P, Q, M, Q), (P, Q, P, N)]:
+        found, expected = ((x.clone(), error.clone()) for _ in range(2))
+        lowrank.settle_product(*found, ratio, *factors)
+        reference.settle_product(*expected, ratio, *factors)
+        close(found[1], expected[1], size)
+        close(found[0], expected[0], mean + sent)
+
+
+@relaxed
 @given(matrices((inf, -inf, nan)), RATIOS)
 def test_a_bad_number_is_seen_in_every_column_of_its_row_and_nowhere_else(case, ratio):
     x, error, P, Q = case
@@ -137,6 +153,14 @@ def test_many_matrices_have_the_bits_that_they_have_alone(dtype):
         assert torch.equal(left[i], alone)
         kernels.write_product([(P, Q, alone)])
         assert torch.equal(written[i], alone)
+    if dtype != wide:
+        return
+    settled = [(x.clone(), e.clone()) for x, e, _, _ in cases]
+    kernels.settle_product([(*s, 0.5, P, Q, P, Q * 2) for s, (_, _, P, Q) in zip(settled, cases, strict=True)])
+    for found, (x, error, P, Q) in zip(settled, cases, strict=True):
+        alone = x.clone(), error.clone()
+        lowrank.settle_product(*alone, 0.5, P, Q, P, Q * 2)
+        assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

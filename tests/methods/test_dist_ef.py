@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.methods.dist_ef import ScaledSign
+from thinwire.methods.signs import ScaledSign
 
 torch.set_num_threads(1)
 

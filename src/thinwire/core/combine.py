@@ -14,7 +14,7 @@ from thinwire.core.lift import bounded_ratio
 from thinwire.core.method import Context, Dense, Method, Reduced, State
 from thinwire.core.price import bytes_per_step
 from thinwire.core.requests import Batched, Exchange
-from thinwire.core.value import Sum, finite, subtract_each, wide
+from thinwire.core.value import Sum, finite, settle_each, wide
 
 SMALL = 1 << 14
 """Numbers of a tensor that joins others; laying end to end what is larger would cost more than it spares."""
@@ -92,7 +92,8 @@ class ErrorFeedback(Wrapper):
             p.out.fill_(float("nan"))  # a method that sends a part of p could leave the bad number in the error, unseen
         out, inner = yield from self.inner.reduce(p if self.inner.adds else p.out, state.inner, ctx)  # type: ignore[arg-type]
         if ctx.lr != 0 and finite(out.mean):  # at a rate of 0 nothing is applied, so nothing is withheld
-            yield Batched(subtract_each, (p, out.sent, state.error))
+            mean = yield Batched(settle_each, (p, out.sent, out.mean, state.error, ctx.keep))
+            out = out._replace(mean=mean)
         return out, ErrorFeedbackState(state.error, inner)
 
     def withheld(self, x: Tensor, state: ErrorFeedbackState, ctx: Context) -> Tensor:

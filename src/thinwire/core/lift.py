@@ -2,65 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from thinwire.core.method import Compressor, Context, Method, Reduced, State
+from thinwire.core.identity import Identity, few
+from thinwire.core.method import Compressor, Context, Fused, Method, Reduced, State, Task
 from thinwire.core.requests import AllGather, AllReduce, AllToAll, Batched, Exchange, Payload
-from thinwire.core.value import Sum, finite_each, settled
-
-B = TypeVar("B")
-
-FEW = 1 << 18
-"""Numbers that are made at once of several tensors; of a larger one, its own."""
-
-
-class Raw(NamedTuple):
-    """A payload that is the numbers themselves."""
-
-    values: Tensor  # (rows, columns)
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The numbers themselves, in ``dtype``. All vectors of a batch are one for as long as they are computed with."""
-
-    unmade: ClassVar[bool] = True
-    dtype: torch.dtype
-
-    def encode(self, batch: Sequence[tuple[Tensor | Sum, int, int]]) -> list[Raw]:
-        found = []
-        for some in _few(batch, lambda one: one[0].numel()):
-            narrow = _end_to_end([x for x, _, _ in some]).to(self.dtype)
-            for (x, rows, columns), own in zip(some, _apart(narrow, [x.numel() for x, _, _ in some]), strict=True):
-                missing = rows * columns - x.numel()
-                found.append(Raw((pad(own, (0, missing)) if missing else own).view(rows, columns)))
-        return found
-
-    def decode(self, batch: Sequence[tuple[Raw, int, Tensor]]) -> None:
-        outs = [out for _, _, out in batch]
-        torch._foreach_copy_(outs, [_first(raw.values.reshape(-1), out.numel()) for raw, _, out in batch])
-
-    def add(self, batch: Sequence[tuple[Raw, int, Tensor | Sum, float, Tensor, bool]]) -> None:
-        alike: dict[Any, list[Any]] = {}
-        for payload, _, base, alpha, out, stacked in batch:
-            alike.setdefault((alpha, stacked, out.dtype), []).append((payload.values, base, out))
-        for (alpha, stacked, dtype), members in alike.items():
-            for some in _few(members, lambda one: one[2].numel()):
-                values, bases, outs = zip(*some, strict=True)
-                if stacked:
-                    values = _apart(torch.cat(values, dim=1).sum(0, dtype=dtype), [v.shape[1] for v in values])
-                sizes = [out.numel() for out in outs]
-                flat = torch.cat([_first(v.reshape(-1), size) for v, size in zip(values, sizes, strict=True)])
-                torch._foreach_copy_(outs, _apart(torch.add(_end_to_end(bases), flat, alpha=alpha), sizes))
-
-    def finite(self, batch: Sequence[Raw]) -> list[bool]:
-        return finite_each([payload.values for payload in batch])
+from thinwire.core.value import Sum, settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,22 +46,15 @@ class Decoded:
             parts = zip(members, bases, strict=True)
             C.add([(value.payload, value.columns, base, -1.0, out.view(-1), False) for (value, _, out), base in parts])
 
-
-def _end_to_end(vectors: Sequence[Tensor | Sum]) -> Tensor:
-    """As one; sums stay unmade."""
-    first = vectors[0]
-    if isinstance(first, Sum) and all(isinstance(x, Sum) and x.pending and x.ratio == first.ratio for x in vectors):
-        sums: Any = vectors
-        return torch.add(torch.cat([p.x for p in sums]), torch.cat([p.error for p in sums]), alpha=first.ratio)
-    return torch.cat([x.value() if isinstance(x, Sum) else x for x in vectors])
-
-
-def _apart(vector: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    return tuple(torch.split_with_sizes(vector, sizes))
-
-
-def _first(values: Tensor, count: int) -> Tensor:
-    return values if values.numel() == count else values[:count]
+    @staticmethod
+    def settle_each(batch: Sequence[tuple[Decoded, Decoded, Sum]]) -> None:
+        for C, members in _by_compressor(batch):
+            given = [(sent.payload, mean.payload, mean.columns, p.flatten()) for sent, mean, p in members]
+            if isinstance(C, Fused):
+                C.settle(given)
+                continue
+            C.add([(sent, columns, p, -1.0, p.error, False) for sent, _, columns, p in given])
+            C.decode([(mean, columns, p.x) for _, mean, columns, p in given])
 
 
 def _left(C: Compressor, p: Tensor | Sum, out: Tensor) -> bool:
@@ -184,15 +129,6 @@ class TwoWayState(NamedTuple):
     server_error: Tensor  # (size of my chunk,)
 
 
-class Task(NamedTuple):
-    """What a server has to do with its chunk of one tensor."""
-
-    received: Payload
-    columns: int
-    error: Tensor
-    ratio: float
-
-
 @dataclass(frozen=True, slots=True)
 class TwoWay(Method):
     """A parameter server shared out: rank j serves chunk j of every tensor, and compresses its answer too.
@@ -235,8 +171,10 @@ class TwoWay(Method):
 
     def _answer(self, tasks: Sequence[Task]) -> list[Payload]:
         """C(a)"""
+        if isinstance(self.compressor, Fused):
+            return list(self.compressor.serve(tasks))
         answers: list[Payload] = []
-        for some in _few(tasks, lambda task: task.error.numel()):
+        for some in few(tasks, lambda task: task.error.numel()):
             sums = [torch.empty_like(task.error) for task in some]
             self._sum(some, sums)
             answers += self.compressor.encode([(a, 1, task.columns) for task, a in zip(some, sums, strict=True)])
@@ -247,6 +185,9 @@ class TwoWay(Method):
 
         a is made twice, since the error must outlive a step that goes wrong, and what is kept until then is 1/W of all.
         """
+        if isinstance(self.compressor, Fused):
+            self.compressor.settle_served(settled)
+            return [None] * len(settled)
         self._sum([task for task, _ in settled], [task.error for task, _ in settled])
         self.compressor.add([(answer, task.columns, task.error, -1.0, task.error, False) for task, answer in settled])
         return [None] * len(settled)
@@ -286,20 +227,6 @@ def two_way(compressor: Compressor, max_ratio: float | None = None) -> Method:
 def bounded_ratio(ctx: Context, most: float | None) -> float:
     """eta_{t-1}/eta_t for an error that follows the learning rate, at most ``most``; else 1."""
     return 1.0 if most is None else min(ctx.lr_ratio, most)
-
-
-def _few(batch: Sequence[B], size: Callable[[B], int]) -> Iterator[list[B]]:
-    """As many at a time as what is made of them is small: of all, it could be as large as a model."""
-    some: list[B] = []
-    total = 0
-    for one in batch:
-        if some and total + size(one) > FEW:
-            yield some
-            some, total = [], 0
-        some.append(one)
-        total += size(one)
-    if some:
-        yield some
 
 
 def _chunk_sizes(numel: int, world: int) -> list[int]:

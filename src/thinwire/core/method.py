@@ -41,6 +41,8 @@ class Context:
     """The learning rate of the last step that had one above zero."""
     dtype: torch.dtype | None = None
     """The gradient's own type, where it is narrower than the one that methods compute in."""
+    keep: bool = False
+    """Whether who asks for the reduction reads ``x`` after it, if the method ``keeps`` it."""
 
     @property
     def lr_ratio(self) -> float:
@@ -84,7 +86,7 @@ class Method:
         return False
 
     def keeps(self, x: Tensor, ctx: Context) -> bool:
-        """Whether ``reduce`` leaves ``x`` as it is given."""
+        """Whether ``reduce`` leaves ``x`` as it is given, where ``ctx.keep`` asks for it."""
         return False
 
     @property
@@ -155,6 +157,15 @@ class Dense(Method):
         return Reduced(mean.to(x.dtype), sent=own.to(x.dtype)), state
 
 
+class Task(NamedTuple):
+    """What a server has to do with its chunk of one tensor: a = ratio * error + the mean of what it received."""
+
+    received: Any
+    columns: int
+    error: Tensor
+    ratio: float
+
+
 class Compressor(Protocol):
     """Encodes and decodes without communication: a batch of vectors at a time, each with the same bits as alone.
 
@@ -179,6 +190,20 @@ class Compressor(Protocol):
 
     def finite(self, batch: Sequence[Any]) -> Sequence[bool]:
         """Of payloads: whether C(x) is."""
+
+
+@runtime_checkable
+class Fused(Protocol):
+    """A compressor that does in one pass over memory what else takes several; a, of a server, is ``Task``'s sum."""
+
+    def settle(self, batch: Sequence[tuple[Any, Any, int, Sum]]) -> None:
+        """(sent, mean, columns, p), of two payloads and an unmade p: p's error = p - C(sent), and p's x = C(mean)"""
+
+    def serve(self, batch: Sequence[Task]) -> Sequence[Any]:
+        """C(a)"""
+
+    def settle_served(self, batch: Sequence[tuple[Task, Any]]) -> None:
+        """(task, answer): the task's error = a - answer"""
 
 
 @runtime_checkable

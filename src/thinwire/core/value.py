@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from torch import Tensor
 class Deferred(Protocol):
     """A value that can be written into memory that exists: contiguous, and of a type that methods compute in.
 
-    Where many are made faster than one by one, ``write_each`` and ``subtract_each`` of the class do it.
+    Where many are made faster than one by one, ``write_each`` and ``subtract_each`` of the class do it. Where both are
+    made in one pass, ``settle_each`` does, of (sent, mean, p): p's error = p - sent, and p's x = mean.
     """
 
     def write(self, out: Tensor) -> None:
@@ -59,6 +60,23 @@ class Sparse:
             out.view(-1).index_add_(0, indices, values, alpha=alpha)
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A value that is finite, and stands in memory already."""
+
+    memory: Tensor
+
+    def write(self, out: Tensor) -> None:
+        if out.data_ptr() != self.memory.data_ptr():
+            out.copy_(self.memory)
+
+    def subtract(self, p: Tensor | Sum, out: Tensor) -> None:
+        torch.sub(settled(p), self.memory, out=out)
+
+    def finite(self) -> bool:
+        return True
+
+
 class Sum:
     """p = x + ratio * error, made when it is first wanted: by a kernel that adds in passing, or by ``made``.
 
@@ -66,15 +84,16 @@ class Sum:
     that can do without leaves it unmade.
     """
 
-    __slots__ = ("_made", "_memory", "_whole", "error", "ratio", "x")
+    __slots__ = ("_made", "_memory", "_whole", "error", "fits", "ratio", "x")
 
     def __init__(self, x: Tensor, error: Tensor, ratio: float, whole: Sum | None = None) -> None:
         self.x = x
         self.error = error
         self.ratio = ratio
         self._whole = whole
-        fits = whole is None and x.dtype == error.dtype and x.is_contiguous()
-        self._memory: Tensor | None = x if fits else None
+        self.fits = whole is None and x.dtype == error.dtype and x.is_contiguous()
+        """Whether the memory of ``x`` is that of p."""
+        self._memory: Tensor | None = x if self.fits else None
         self._made = False
 
     @property
@@ -165,7 +184,7 @@ def subtract(p: Tensor | Sum, value: Value, out: Tensor) -> None:
         torch.sub(settled(p), made(value, out), out=out)
 
 
-def subtract_each(batch: Sequence[tuple[Tensor | Sum, Value, Tensor]]) -> list[None]:
+def subtract_each(batch: Sequence[tuple[Tensor | Sum, Value, Tensor]]) -> None:
     """The same for many."""
     together: dict[Any, list[tuple[Any, Tensor | Sum, Tensor]]] = {}
     for p, value, out in batch:
@@ -175,13 +194,37 @@ def subtract_each(batch: Sequence[tuple[Tensor | Sum, Value, Tensor]]) -> list[N
             subtract(p, value, out)
     for kind, members in together.items():
         kind.subtract_each(members)
-    return [None] * len(batch)
+
+
+def settle_each(batch: Sequence[tuple[Tensor | Sum, Value, Value, Tensor, bool]]) -> list[Value]:
+    """(p, sent, mean, error, keep): error = p - sent, and the mean. It is written over p's x where one pass makes both.
+
+    ``keep``: x is wanted as it is.
+    """
+    together: dict[Any, list[tuple[Any, Any, Sum]]] = {}
+    apart, means = [], []
+    for p, sent, mean, error, keep in batch:
+        if not keep and type(sent) is type(mean) and hasattr(mean, "settle_each") and _unmade(p, error):
+            together.setdefault(type(mean), []).append((sent, mean, p))
+            mean = Written(p.x)
+        else:
+            apart.append((p, sent, error))
+        means.append(mean)
+    for kind, members in together.items():
+        kind.settle_each(members)
+    subtract_each(apart)
+    return means
+
+
+def _unmade(p: Tensor | Sum, error: Tensor) -> TypeGuard[Sum]:
+    """Whether p is left to be made of x and this error, in the memory of either."""
+    return isinstance(p, Sum) and p.pending and p.error is error and p.fits
 
 
 def made(value: Value, like: Tensor) -> Tensor:
     """The value as a tensor in the shape of ``like``."""
-    if isinstance(value, Tensor):
-        return value
+    if isinstance(value, Tensor | Written):
+        return value if isinstance(value, Tensor) else value.memory
     dtype = torch.promote_types(like.dtype, torch.float32)
     out = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
     value.write(out)

@@ -65,6 +65,24 @@ def add_signs(batch: Sequence[tuple[Tensor, Tensor, int, int, Tensor | Sum, floa
     _each(_cpu, "add_signs", batch, [_on_cpu(out) for *_, out, _ in batch])
 
 
+def settle_signs(
+    batch: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, int, int, Tensor, Tensor, float]],
+) -> None:
+    _each(_cpu, "settle_signs", batch, [_on_cpu(x) for *_, x, _, _ in batch])
+
+
+def serve_signs(
+    batch: Sequence[tuple[Tensor, Tensor, int, int, Tensor, float, float]],
+) -> list[tuple[Tensor, Tensor]]:
+    return _each(_cpu, "serve_signs", batch, [_on_cpu(error) for *_, error, _, _ in batch])
+
+
+def settle_served_signs(
+    batch: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, int, int, Tensor, float]],
+) -> None:
+    _each(_cpu, "settle_served_signs", batch, [_on_cpu(error) for *_, error, _ in batch])
+
+
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     return _for(codes).pack_bits(codes, bits)
 
@@ -118,6 +136,10 @@ def transposed_product(batch: Sequence[tuple[Tensor, Tensor, float, Tensor]]) ->
 
 def subtract_product(batch: Sequence[tuple[Tensor, Tensor, float, Tensor, Tensor]]) -> None:
     _each(_low_rank, "subtract_product", batch, [_narrow_on_cpu(P) for *_, P, _ in batch])
+
+
+def settle_product(batch: Sequence[tuple[Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor]]) -> None:
+    _each(_low_rank, "settle_product", batch, [_narrow_on_cpu(N) for *_, N in batch])
 
 
 def write_product(batch: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:

@@ -52,6 +52,46 @@ def add_signs(
     _add(onto, _signs(scale * alpha, bits, columns, block), columns, stacked, out)
 
 
+def settle_signs(
+    scale: Tensor,
+    bits: Tensor,
+    mean_scale: Tensor,
+    mean_bits: Tensor,
+    columns: int,
+    block: int,
+    x: Tensor,
+    error: Tensor,
+    ratio: float,
+) -> None:
+    """error = x + ratio * error less the decoded signs, and x = those of the mean, laid out alike."""
+    add_signs(scale, bits, columns, block, torch.add(x, error, alpha=ratio), -1.0, error, False)
+    decode_signs(mean_scale, mean_bits, columns, block, x)
+
+
+def serve_signs(
+    scale: Tensor, bits: Tensor, columns: int, block: int, error: Tensor, ratio: float, most: float
+) -> tuple[Tensor, Tensor]:
+    """A server's answer: the signs of a (d,) = ratio * error + the mean of the rows, d at most ``columns``."""
+    a = torch.empty_like(error)
+    add_signs(scale, bits, columns, block, error * ratio, 1 / len(scale), a, True)
+    return encode_signs(a, 1, columns, block, most)
+
+
+def settle_served_signs(
+    scale: Tensor,
+    bits: Tensor,
+    answer_scale: Tensor,
+    answer_bits: Tensor,
+    columns: int,
+    block: int,
+    error: Tensor,
+    ratio: float,
+) -> None:
+    """error = a - its signs"""
+    add_signs(scale, bits, columns, block, error.mul_(ratio), 1 / len(scale), error, True)
+    add_signs(answer_scale, answer_bits, columns, block, error, -1.0, error, False)
+
+
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """codes (rows, n), uint8 below 2**bits -> (rows, ceil(n * bits / 8))."""
     each = (codes.unsqueeze(-1) >> _shifts(codes.device)[:bits]).bitwise_and_(1).flatten(-2)
@@ -216,6 +256,12 @@ def transposed_product(x: Tensor, error: Tensor, ratio: float, P: Tensor) -> Ten
 def subtract_product(x: Tensor, error: Tensor, ratio: float, P: Tensor, Q: Tensor) -> None:
     """error = M - P Q^T"""
     torch.addmm(torch.add(x, error, alpha=ratio), P, Q.mT, alpha=-1, out=error)
+
+
+def settle_product(x: Tensor, error: Tensor, ratio: float, P: Tensor, Q: Tensor, M: Tensor, N: Tensor) -> None:
+    """error = x + ratio * error - P Q^T, and x = M N^T"""
+    subtract_product(x, error, ratio, P, Q)
+    write_product(M, N, x)
 
 
 def write_product(P: Tensor, Q: Tensor, out: Tensor) -> None:

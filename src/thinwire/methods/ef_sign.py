@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from thinwire.core.combine import Rule, error_feedback, where
 from thinwire.core.lift import gathered
 from thinwire.core.method import Method
-from thinwire.methods.dist_ef import ScaledSign
+from thinwire.methods.signs import ScaledSign
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

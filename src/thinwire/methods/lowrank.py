@@ -64,6 +64,11 @@ class Product:
                 torch.addmm(settled(p).flatten(1), value.P, value.Q.mT, alpha=-1, out=out.flatten(1))
         kernels.subtract_product(unmade)
 
+    @staticmethod
+    def settle_each(batch: Sequence[tuple[Product, Product, Sum]]) -> None:
+        flat = [(sent, mean, p.flatten(1)) for sent, mean, p in batch]
+        kernels.settle_product([(p.x, p.error, p.ratio, sent.P, sent.Q, mean.P, mean.Q) for sent, mean, p in flat])
+
     def finite(self) -> bool:
         return self._finite
 

@@ -100,6 +100,7 @@ class APMSqueeze(Optimizer):
         loss = evaluate(closure)
         frozen, (beta1, beta2) = self.frozen, self.defaults["betas"]
         correction1, correction2 = self._corrections(beta1, beta2)
+        scale = math.sqrt(correction2)
         for group in self.param_groups:
             for x in (p for p in group["params"] if p.grad is not None):
                 m, v = self._buffers(x)
@@ -111,10 +112,10 @@ class APMSqueeze(Optimizer):
                 else:
                     direction = m.lerp_(g, 1 - beta1)
                     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-                spread = v.sqrt().div_(math.sqrt(correction2)).add_(group["eps"])
+                spread = v.sqrt().add_(group["eps"] * scale)  # of which the correction is a common factor
                 if group["weight_decay"]:
                     x.mul_(1 - group["lr"] * group["weight_decay"])
-                x.addcdiv_(direction, spread, value=-group["lr"] / correction1)
+                x.addcdiv_(direction, spread, value=-group["lr"] * scale / correction1)
         self._count()
         return loss
 

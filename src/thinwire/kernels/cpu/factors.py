@@ -16,6 +16,7 @@ from numba.extending import overload
 
 from thinwire.kernels.cpu.orthogonal import Array, compiled, inlined
 from thinwire.kernels.cpu.table import numbers
+from thinwire.kernels.cpu.vector import LINE, prefetch
 
 U = np.uintp
 LONG = 4096
@@ -60,6 +61,15 @@ def _shared(q: Array, m: Any) -> Any:
 
 
 @inlined
+def _fetch(x: Array, e: Array, at: Any, m: Any) -> None:
+    """Ask for a short row before its turn: the machine does not look as far ahead while it computes."""
+    for j in range(U(0), m, U(LINE // x.itemsize)):
+        prefetch(x, at + j)
+    for j in range(U(0), m, U(LINE // e.itemsize)):
+        prefetch(e, at + j)
+
+
+@inlined
 def _product(x: Array, e: Array, ratio: Any, q: Array, P: Array, columns: Any) -> None:
     n, m, r = _shape(x, q, columns)
     even = n - n % U(4) if _shared(q, m) else U(0)
@@ -67,6 +77,8 @@ def _product(x: Array, e: Array, ratio: Any, q: Array, P: Array, columns: Any) -
         for k in range(U(0), r, U(4)):
             _dots_of_four(x, e, ratio, i * m, q, k * m, m, P, i * r + k, r)
     for i in range(even, n):
+        if even == U(0):
+            _fetch(x, e, (i + U(1)) * m, m)
         for k in range(U(0), r, U(4)):
             _dots(x, e, ratio, i * m, q, k * m, m, P, i * r + k)
 
@@ -126,6 +138,8 @@ def _transposed_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, colu
         for k in range(U(0), r, U(4)):
             _add_four_rows(x, e, ratio, i * m, P, i * r + k, r, q, k * m, m)
     for i in range(even, n):
+        if even == U(0):
+            _fetch(x, e, (i + U(1)) * m, m)
         for k in range(U(0), r, U(4)):
             _add_row(x, e, ratio, i * m, P, i * r + k, q, k * m, m)
 
@@ -201,6 +215,32 @@ def _subtract_four_rows(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: A
         e[bt + j] = _wide(x[bt + j]) + ratio * e[bt + j] - (b0 * q0 + b1 * q1 + (b2 * q2 + b3 * q3))
         e[ct + j] = _wide(x[ct + j]) + ratio * e[ct + j] - (c0 * q0 + c1 * q1 + (c2 * q2 + c3 * q3))
         e[dt + j] = _wide(x[dt + j]) + ratio * e[dt + j] - (d0 * q0 + d1 * q1 + (d2 * q2 + d3 * q3))
+
+
+@inlined
+def _settle_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, M: Array, k: Array, columns: Any) -> None:
+    n, m, r = _shape(x, q, columns)
+    shared = _shared(q, m)
+    for i in range(n):
+        if not shared:
+            _fetch(x, e, (i + U(1)) * m, m)
+        _settle_row(x, e, ratio, i * m, P, M, i * r, q, k, m)
+        for h in range(U(4), r, U(4)):
+            _add_to_row(e, i * m, P, i * r + h, q, h * m, m, e.dtype.type(-1))
+            _add_to_row(x, i * m, M, i * r + h, k, h * m, m, x.dtype.type(1))
+
+
+@compiled
+def _settle_row(
+    x: Array, e: Array, ratio: Any, at: Any, P: Array, M: Array, to: Any, q: Array, k: Array, m: Any
+) -> None:
+    k1, k2, k3 = m, U(2) * m, U(3) * m
+    a0, a1, a2, a3 = _four(P, to)
+    b0, b1, b2, b3 = _four(M, to)
+    for j in range(m):
+        sent = a0 * q[j] + a1 * q[k1 + j] + (a2 * q[k2 + j] + a3 * q[k3 + j])
+        e[at + j] = x[at + j] + ratio * e[at + j] - sent
+        x[at + j] = b0 * k[j] + b1 * k[k1 + j] + (b2 * k[k2 + j] + b3 * k[k3 + j])
 
 
 @inlined
@@ -286,6 +326,17 @@ def subtract_product_each(places: Array, ratios: Array, like: Array, wide: Array
         x, e = numbers(at[0], n * m, like), numbers(at[1], n * m, wide)
         P, rows = numbers(at[2], n * r, wide), _rows(numbers(at[3], m * r, wide), r)
         _subtract_product(x, e, ratio, _filled(P, r), rows, m)
+
+
+@compiled
+def settle_product_each(places: Array, ratios: Array, wide: Array) -> None:
+    for i in range(len(places)):
+        at, ratio = places[i], wide.dtype.type(ratios[i, 0])
+        n, m, r = at[4], at[5], at[6]
+        x, e = numbers(at[0], n * m, wide), numbers(at[1], n * m, wide)
+        P, q = _filled(numbers(at[2], n * r, wide), r), _rows(numbers(at[3], m * r, wide), r)
+        mean, k = _filled(numbers(at[7], n * r, wide), r), _rows(numbers(at[8], m * r, wide), r)
+        _settle_product(x, e, ratio, P, q, mean, k, m)
 
 
 @compiled

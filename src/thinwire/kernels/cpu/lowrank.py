@@ -57,6 +57,23 @@ def subtract_product_each(batch: Sequence[tuple[Tensor, Tensor, float, Tensor, T
         factors.subtract_product_each(places, ratios, LIKE[narrow], LIKE[wide])
 
 
+def settle_product(x: Tensor, error: Tensor, ratio: float, P: Tensor, Q: Tensor, M: Tensor, N: Tensor) -> None:
+    settle_product_each([(x, error, ratio, P, Q, M, N)])
+
+
+def settle_product_each(batch: Sequence[tuple[Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor]]) -> None:
+    table = Table()
+    for x, error, ratio, P, Q, M, N in batch:
+        assert x.is_contiguous()
+        assert error.is_contiguous()
+        assert x.dtype == error.dtype
+        assert (M.shape, N.shape) == (P.shape, Q.shape)
+        mean = table.at(M), table.at(N)
+        table.add(x.dtype, (*_sum_at(table, x, error), *_factors_at(table, P, Q), *mean), (ratio,))
+    for wide, places, ratios in table:
+        factors.settle_product_each(places, ratios, LIKE[wide])
+
+
 def write_product(P: Tensor, Q: Tensor, out: Tensor) -> None:
     write_product_each([(P, Q, out)])
 

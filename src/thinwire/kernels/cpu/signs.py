@@ -58,7 +58,7 @@ def decode_signs(scale: Tensor, bits: Tensor, columns: int, block: int, out: Ten
 def decode_signs_each(batch: Sequence[tuple[Tensor, Tensor, int, int, Tensor]]) -> None:
     table = Table()
     for scale, bits, columns, block, out in batch:
-        _check(scale, bits, columns, block, bits.shape[0] * columns, out)
+        check(scale, bits, columns, block, bits.shape[0] * columns, out)
         signs = bits.shape[0], columns, block, *table.rows(scale), *table.rows(bits)
         table.add(out.dtype, (*signs, out.data_ptr(), out.numel()))
     for dtype, places, _ in table:
@@ -77,7 +77,7 @@ def add_signs(
 def add_signs_each(batch: Sequence[Addition]) -> None:
     table, sums = Table(), Table()
     for scale, bits, columns, block, base, alpha, out, stacked in batch:
-        _check(scale, bits, columns, block, columns if stacked else bits.shape[0] * columns, out)
+        check(scale, bits, columns, block, columns if stacked else bits.shape[0] * columns, out)
         signs = bits.shape[0], columns, block, *table.rows(scale), *table.rows(bits), out.data_ptr(), out.numel()
         if isinstance(base, Sum):
             assert base.pending
@@ -95,7 +95,7 @@ def add_signs_each(batch: Sequence[Addition]) -> None:
         _add_to_each_sum(places, factors, LIKE[narrow], LIKE[wide], OCTETS)
 
 
-def _check(scale: Tensor, bits: Tensor, columns: int, block: int, most: int, out: Tensor) -> None:
+def check(scale: Tensor, bits: Tensor, columns: int, block: int, most: int, out: Tensor) -> None:
     rows, octets = bits.shape
     assert out.is_contiguous()
     assert out.numel() <= most
@@ -116,7 +116,7 @@ def _encode_each(places: Array, factors: Array, like: Array, summed: Array | Non
 
 
 @compiled
-def _signs_at(at: Array, wide: Array, octets: Array) -> Any:
+def signs_at(at: Array, wide: Array, octets: Array) -> Any:
     """Columns, block, scale, bits, and the numbers that they are for; rows may lie farther apart than they are long."""
     return (
         at[1],
@@ -130,14 +130,14 @@ def _signs_at(at: Array, wide: Array, octets: Array) -> Any:
 @compiled
 def _decode_each(places: Array, wide: Array, octets: Array) -> None:
     for i in range(len(places)):
-        columns, block, scale, bits, out = _signs_at(places[i], wide, octets)
+        columns, block, scale, bits, out = signs_at(places[i], wide, octets)
         _decode(scale, bits, columns, block, out)
 
 
 @compiled
 def _add_each(places: Array, factors: Array, wide: Array, octets: Array) -> None:
     for i in range(len(places)):
-        columns, block, scale, bits, out = _signs_at(places[i], wide, octets)
+        columns, block, scale, bits, out = signs_at(places[i], wide, octets)
         base, stacked, stream = numbers(places[i, 9], len(out), wide), places[i, 10] != 0, places[i, 11] != 0
         _add(scale, wide.dtype.type(factors[i, 0]), bits, columns, block, stacked, stream, base, out)
 
@@ -146,7 +146,7 @@ def _add_each(places: Array, factors: Array, wide: Array, octets: Array) -> None
 def _add_to_each_sum(places: Array, factors: Array, like: Array, wide: Array, octets: Array) -> None:
     scratch = np.empty(CHUNK, wide.dtype)
     for i in range(len(places)):
-        columns, block, scale, bits, error = _signs_at(places[i], wide, octets)
+        columns, block, scale, bits, error = signs_at(places[i], wide, octets)
         alpha, ratio, x = (
             wide.dtype.type(factors[i, 0]),
             wide.dtype.type(factors[i, 1]),
@@ -173,18 +173,26 @@ def _encode(
         octets[(last - first + 7) // 8 :] = 0
         for b in range(scale.shape[1]):
             start, end = min(last, first + b * block), min(last, first + (b + 1) * block)
-            total, squares, whole = 0.0, 0.0, end - (end - start) % STRIDE
-            for j in range(start, whole, STRIDE):
-                noted = note_signs(x, error, ratio, scratch, j, octets, (j - first) // 8)
-                total, squares = total + noted[0], squares + noted[1]
-            rest = peek(x, error, ratio, scratch, whole, end)
-            for j in range(len(rest)):
-                size = np.float64(abs(rest[j]))
-                total, squares = total + size, squares + size * size
-            _note(rest, octets[(whole - first) // 8 :])
-            mean = total / max(1, end - start)
-            spread = squares / (total * mean) if total * mean > 0 else 1.0
-            scale[r, b] = mean * min(most, max(1.0, spread))
+            scale[r, b] = encode_block(x, error, ratio, scratch, start, end, octets[(start - first) // 8 :], most)
+
+
+@compiled
+def encode_block(
+    x: Array, error: Array | None, ratio: Any, scratch: Array, start: int, end: int, octets: Array, most: float
+) -> Any:
+    """The bits of numbers ``start`` to ``end`` go to ``octets``; their scale."""
+    total, squares, whole = 0.0, 0.0, end - (end - start) % STRIDE
+    for j in range(start, whole, STRIDE):
+        noted = note_signs(x, error, ratio, scratch, j, octets, (j - start) // 8)
+        total, squares = total + noted[0], squares + noted[1]
+    rest = peek(x, error, ratio, scratch, whole, end)
+    for j in range(len(rest)):
+        size = np.float64(abs(rest[j]))
+        total, squares = total + size, squares + size * size
+    _note(rest, octets[(whole - start) // 8 :])
+    mean = total / max(1, end - start)
+    spread = squares / (total * mean) if total * mean > 0 else 1.0
+    return mean * min(most, max(1.0, spread))
 
 
 @compiled
@@ -193,12 +201,16 @@ def _decode(scale: Array, bits: Array, columns: int, block: int, out: Array) -> 
         row = out[r * columns : (r + 1) * columns]
         for b in range(-(-columns // block)):
             start, end = min(len(row), b * block), min(len(row), (b + 1) * block)
-            part, octets, size = row[start:end], bits[r, start // 8 :], scale[r, b]
-            whole = len(part) // LANES * LANES
-            for j in range(0, whole, LANES):
-                put_signed(part, j, word_at(octets, j // 8), size)
-            for j in range(whole, len(part)):
-                part[j] = size if octets[j // 8] >> (j % 8) & 1 else -size
+            put_part(scale[r, b], bits[r, start // 8 :], row[start:end])
+
+
+@compiled
+def put_part(size: Any, octets: Array, part: Array) -> None:
+    whole = len(part) // LANES * LANES
+    for j in range(0, whole, LANES):
+        put_signed(part, j, word_at(octets, j // 8), size)
+    for j in range(whole, len(part)):
+        part[j] = size if octets[j // 8] >> (j % 8) & 1 else -size
 
 
 @compiled
@@ -222,7 +234,7 @@ def _add(
                 onto, into = source[j : min(end, j + CHUNK)], row[j : min(end, j + CHUNK)]
                 past = stream and layers == 1 and (r * columns + j) * out.itemsize % LINE == 0
                 for i in range(r, r + layers):
-                    _add_part(alpha * scale[i, b], bits[i, j // 8 :], past, onto, into)
+                    add_part(alpha * scale[i, b], bits[i, j // 8 :], past, onto, into)
                     onto = into
     if stream:
         fence()
@@ -239,11 +251,11 @@ def _add_to_sum(
             for j in range(min(last, first + b * block), end, CHUNK):
                 part = error[j : min(end, j + CHUNK)]
                 add_in(read(x, None, ratio, scratch, j, j + len(part)), part, ratio)
-                _add_part(alpha * scale[r, b], bits[r, (j - first) // 8 :], False, part, part)
+                add_part(alpha * scale[r, b], bits[r, (j - first) // 8 :], False, part, part)
 
 
 @compiled
-def _add_part(size: Any, octets: Array, past: bool, onto: Array, into: Array) -> None:
+def add_part(size: Any, octets: Array, past: bool, onto: Array, into: Array) -> None:
     whole = len(into) // LANES * LANES
     if past:
         for j in range(0, whole, LANES):

@@ -19,6 +19,8 @@ LINE = 64
 STRIDE = 256
 """Numbers that ``note_signs`` takes at once."""
 WORD = ir.IntType(LANES)
+PREFETCH = "llvm.prefetch.p0"
+"""The name of LLVM's function for it."""
 
 
 def intrinsic(declared: Callable[..., Any]) -> Any:
@@ -186,6 +188,21 @@ add_signed = _add_signed(stream=False)
 """(base, out, start, word, scale): 32 numbers of ``out`` are those of ``base``, plus or minus ``scale``."""
 stream_signed = _add_signed(stream=True)
 """The same past the caches, to memory that nobody reads soon. It starts at a line, and ``fence`` ends it."""
+
+
+@intrinsic
+def prefetch(typing: Any, x: Any, place: Any) -> Any:
+    """Ask for the line of number ``place``, which need not be there."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = ir.IntType(32)
+        pointer = _address(context, builder, signature.args[0], args[0], args[1], ir.IntType(8))
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, number, number, number])
+        function = builder.module.globals.get(PREFETCH) or ir.Function(builder.module, kind, PREFETCH)
+        builder.call(function, [pointer, number(0), number(3), number(1)])  # to read, into the nearest cache, data
+        return context.get_dummy_value()
+
+    return types.none(x, types.uintp), generate
 
 
 @intrinsic
