@@ -63,7 +63,7 @@ def elementwise_rows(size: int) -> dict[str, tuple[float, Work]]:
     world = Context(world=4)
     pulled = [Signs(*(torch.cat([t] * 4) for t in signs.encode([(x[:chunk], 1, chunk)])[0]))]
     states = {method: method.init(x, world) for method in (both_ways, feedback)}
-    levels, k = StochasticLevels(4, 512, 12345678901234567), size // 1000
+    levels, k = StochasticLevels(4, 512, math.inf, 12345678901234567), size // 1000
     sketch = kernels.count_sketch(x, 5, 16 * k, 7)
 
     def recover() -> None:

@@ -3,8 +3,9 @@
     python -m benchmarks.quantised [--text FILE] [--images DIR] [--only lm-loss,image-bits] [--seeds 5] [--decay]
 
 Four simulated workers in one process (``benchmarks/simulated.py``): no network, but every byte is counted. SGD without
-momentum at a constant rate, as in the paper's analysis; ``--decay`` gives it the schedule of ``thinwire train``. A run
-that is found in ``--out`` is not repeated, so the command can be stopped and started again.
+momentum at a constant rate, and numbers rounded by the 2-norm of their tensor, as in the paper's analysis; ``--decay``
+gives it the schedule of ``thinwire train``. A run that is found in ``--out`` is not repeated, so the command can be
+stopped and started again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import thinwire as tw
 from benchmarks.simulated import train
 from thinwire.methods.dq import DQState
 
-WORKERS, BITS, MOMENTUM = 4, 3, 0.0
+WORKERS, BITS, MOMENTUM = 4, 4, 0.0
+SCALE = f"block={1 << 20},norm=2"
+"""The 2-norm of each tensor, as both papers have it."""
 LOSSES = ("val_loss", "train_loss")
 TABLES = "lm-loss,lm-bits,image-loss,image-bits"
 LM, IMAGE = "lm:layers=1,width=16,head=16,context=16,batch=8,clip=0", "mlp:layers=1,width=16,batch=32"
@@ -55,23 +58,21 @@ class Case:
     data: Path | None
     lr: float
     steps: int
-    alpha: float
     target: float
     """For the paper's rule with one k: a few bits at the run's usual norms."""
-    block: int
     decay: bool
     out: Path
 
     def qsgd(self, bits: int = BITS) -> str:
-        return f"qsgd:bits={bits},block={self.block}"
+        return f"qsgd:bits={bits},{SCALE}"
 
     @property
     def dq(self) -> str:
-        return f"dq:budget={BITS},alpha={self.alpha},total_steps={self.steps},block={self.block}"
+        return f"dq:budget={BITS},total_steps={self.steps},{SCALE}"
 
     @property
     def by_norm(self) -> str:
-        return f"dq:target={self.target:g},alpha=1,total_steps={self.steps},block={self.block}"
+        return f"dq:target={self.target:g},alpha=1,total_steps={self.steps},{SCALE}"
 
     def run(self, method: str, seed: int) -> dict[str, Any]:
         rate = f"{self.lr:g}{'-decaying' if self.decay else ''}"
@@ -114,7 +115,7 @@ def fixed(case: Case, seeds: list[int]) -> None:
     """Whether more bits, all along, are any use at this rate."""
     print(f"\n`{case.workload}`, {case.steps} steps, rate {case.lr}, seeds {seeds[0]} to {seeds[-1]}\n")
     print("| `qsgd`, bits | validation loss | training loss of the last steps |\n|---|---|---|")
-    for bits in (2, 3, 8):
+    for bits in (3, 4, 8):
         runs = [case.run(case.qsgd(bits), seed) for seed in seeds]
         cells = [f"{statistics.fmean(run[what] for run in runs):.4f}" for what in LOSSES]
         print(f"| {bits} | {' | '.join(cells)} |", flush=True)
@@ -136,6 +137,7 @@ def main() -> None:
     parser.add_argument("--images", type=Path, help="a folder of MNIST files, in place of drawn digits")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--rates", default="", help="others than the usual, such as lm=0.5,image=0.1")
     parser.add_argument("--decay", action="store_true", help="the schedule of thinwire train")
     parser.add_argument("--only", default=TABLES, help="which tables; lm-fixed and image-fixed are others")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
@@ -143,10 +145,10 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     seeds = list(range(args.first_seed, args.first_seed + args.seeds))
-    rest = (args.decay, args.out)
+    rates = {"lm": 1.0, "image": 0.2} | dict(pair.split("=") for pair in args.rates.split(",") if pair)
     cases = {
-        "lm": Case(LM, args.text, 1.0, 800, 0.98, 0.05, 512, *rest),
-        "image": Case(IMAGE, args.images, 0.1, 1000, 0.98, 0.05, 1568, *rest),
+        "lm": Case(LM, args.text, float(rates["lm"]), 800, 4.0, args.decay, args.out),
+        "image": Case(IMAGE, args.images, float(rates["image"]), 1000, 8.0, args.decay, args.out),
     }
     for table in args.only.split(","):
         name, _, what = table.partition("-")

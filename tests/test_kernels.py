@@ -250,9 +250,23 @@ def test_packed_bits_equal_reference_and_come_back(codes: np.ndarray, bits: int)
 @relaxed
 @given(vectors(), blocks, st.integers(2, 8), st.integers(0, 2**56 - 1))
 def test_levels_equal_reference(case: tuple[Tensor, int, int], block: int, bits: int, key: int) -> None:
-    x, rows, columns = case
-    scale, codes = cpu.encode_levels(x, rows, columns, block, bits, key)
-    expected, expected_codes = reference.encode_levels(x, rows, columns, block, bits, key)
+    assert_same_levels(*case, block, bits, inf, key)
+
+
+@relaxed
+@given(layouts(), dtypes, blocks, st.integers(2, 8), st.integers(0, 2**56 - 1), st.data())
+def test_levels_of_the_two_norm_equal_reference(
+    layout: tuple[int, int, int], dtype: type, block: int, bits: int, key: int, data: st.DataObject
+) -> None:
+    """Of numbers whose squares add up alike in any order."""
+    rows, columns, d = layout
+    x = torch.from_numpy(data.draw(arrays(dtype, d, elements=st.integers(-2000, 2000) | st.sampled_from([inf, nan]))))
+    assert_same_levels(x, rows, columns, block, bits, 2, key)
+
+
+def assert_same_levels(x: Tensor, rows: int, columns: int, block: int, bits: int, norm: float, key: int) -> None:
+    scale, codes = cpu.encode_levels(x, rows, columns, block, bits, norm, key)
+    expected, expected_codes = reference.encode_levels(x, rows, columns, block, bits, norm, key)
     torch.testing.assert_close(scale, expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(codes, expected_codes)
     for alpha in (1.0, -1 / 3):
@@ -402,7 +416,7 @@ def test_meta_takes_the_reference() -> None:
     ((scale, bits),) = kernels.encode_signs([(x, 3, 13, 8, 1.0)])
     assert (scale.shape, bits.shape, scale.device.type) == ((3, 2), (3, 2), "meta")
     kernels.decode_signs([(scale, bits, 13, 8, x)])
-    scale, codes = kernels.encode_levels(x, 3, 13, 8, 5, key=1)
+    scale, codes = kernels.encode_levels(x, 3, 13, 8, 5, inf, key=1)
     assert (scale.shape, codes.shape, codes.device.type) == ((3, 2), (3, 9), "meta")
     kernels.add_levels(scale, codes, 13, 8, 5, x, 1.0, out=x)
     sketch = kernels.count_sketch(x, 3, 7, key=1)

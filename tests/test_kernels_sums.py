@@ -28,7 +28,7 @@ KINDS = [torch.float32, torch.float64, *NARROW]
 Encode = Callable[[kernels.Kernels, Tensor | Sum], tuple[Tensor, Tensor]]
 ENCODERS: dict[str, Encode] = {
     "signs": lambda kernel, x: kernel.encode_signs(x, 3, -(-x.numel() // 3), 512, 1.5),
-    "levels": lambda kernel, x: kernel.encode_levels(x, 3, -(-x.numel() // 3), 512, 4, 123456789012345),
+    "levels": lambda kernel, x: kernel.encode_levels(x, 3, -(-x.numel() // 3), 512, 4, inf, 123456789012345),
     "top_k": lambda kernel, x: kernel.top_k(x, -(-x.numel() // 100)),
 }
 encoders = pytest.mark.parametrize("name", ENCODERS)
@@ -125,7 +125,7 @@ def test_a_bad_number_of_a_sum_shows(values: np.ndarray) -> None:
     for kernel in (cpu, reference):
         scale, _ = kernel.encode_signs(Sum(x.clone(), torch.ones(d), 1.0), 1, d, 8, 1.5)
         found, _ = kernel.top_k(Sum(x.clone(), torch.ones(d), 1.0), 1)
-        largest, _ = kernel.encode_levels(Sum(x.clone(), torch.ones(d), 1.0), 1, d, 8, 4, 1)
+        largest, _ = kernel.encode_levels(Sum(x.clone(), torch.ones(d), 1.0), 1, d, 8, 4, inf, 1)
         assert [bool(t.isfinite().all()) for t in (scale, found, largest)] == [good] * 3
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 import torch
 
@@ -12,8 +14,8 @@ torch.set_num_threads(1)
 ALL = "min_saving=0"
 
 
-def quantised(x, bits, block=512, key=0):
-    out, C = torch.empty_like(x), StochasticLevels(bits, block, key)
+def quantised(x, bits, block=512, key=0, norm=inf):
+    out, C = torch.empty_like(x), StochasticLevels(bits, block, norm, key)
     (payload,) = C.encode([(x, 1, len(x))])
     C.decode([(payload, len(x), out)])
     return out
@@ -39,20 +41,21 @@ def test_by_hand():
     """With 3 levels a side and a largest magnitude of 3, whole numbers pass exactly; a block has a scale of its own."""
     x = torch.tensor([3.0, -2, 1, 0, -0.0, -3, 2, -1, 300, -100, 200])
     assert torch.equal(quantised(x, 3, block=8), x)
-    (payload,) = StochasticLevels(3, 8, 0).encode([(x, 1, 11)])
+    (payload,) = StochasticLevels(3, 8, inf, 0).encode([(x, 1, 11)])
     assert payload.scale.tolist() == [[3, 300]]
     codes = [6, 1, 4, 3, 3, 0, 5, 2, 6, 2, 5]  # levels + 3
     word = sum(code << 3 * j for j, code in enumerate(codes))
     assert payload.codes.tolist() == [list(word.to_bytes(5, "little"))]
 
 
+@pytest.mark.parametrize("norm", [inf, 2])
 @pytest.mark.parametrize("heavy", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_it_is_unbiased_and_its_variance_within_the_bound(bits, heavy):
+def test_it_is_unbiased_and_its_variance_within_the_bound(bits, heavy, norm):
     """Over many keys: the mean is x to within 5 standard errors, and a few draws where few go up."""
     x, trials, s = vector(64, heavy=heavy), 4000, 2 ** (bits - 1) - 1
-    draws = torch.stack([quantised(x, bits, block=64, key=key * 2654435761) for key in range(trials)])
-    most = x.abs().max()
+    draws = torch.stack([quantised(x, bits, block=64, key=key * 2654435761, norm=norm) for key in range(trials)])
+    most = torch.linalg.vector_norm(x, norm)
     a = s * x.abs() / most
     variance = (most / s) ** 2 * (a - a.floor()) * (1 - (a - a.floor()))
     assert ((draws.mean(0) - x).abs() <= 5 * (variance / trials).sqrt() + 10 * most / s / trials).all()
@@ -63,12 +66,21 @@ def test_it_is_unbiased_and_its_variance_within_the_bound(bits, heavy):
 
 
 def test_the_largest_magnitude_has_less_variance_than_the_two_norm():
-    x, s = vector(512), 7
-    two_norm = x.norm()
-    a = s * x.abs() / two_norm
-    paper = ((two_norm / s) ** 2 * (a - a.floor()) * (1 - (a - a.floor()))).sum()
-    ours = torch.stack([(quantised(x, 4, key=key << 20) - x).square().sum() for key in range(50)]).mean()
-    assert ours < paper / 10
+    x = vector(512)
+    largest, two = (
+        torch.stack([(quantised(x, 4, key=key << 20, norm=norm) - x).square().sum() for key in range(50)]).mean()
+        for norm in (inf, 2)
+    )
+    assert largest < two / 10
+
+
+@pytest.mark.parametrize("norm", [inf, 2])
+def test_a_number_that_is_all_of_its_norm_is_the_highest_level(norm):
+    for dtype in (torch.float32, torch.float64):
+        for value in torch.rand(50, generator=torch.Generator().manual_seed(0), dtype=dtype) - 0.5:
+            x = torch.zeros(16, dtype=dtype)
+            x[3] = value
+            torch.testing.assert_close(quantised(x, 4, block=16, norm=norm), x)
 
 
 def test_workers_round_independently_and_their_noise_averages_out():
@@ -113,7 +125,7 @@ def test_where_it_would_cost_more_than_an_all_reduce_all_goes_dense():
     assert tw.price("qsgd", shapes, 16) == tw.price("dense", shapes, 16)
 
 
-@pytest.mark.parametrize("option", ["bits=1", "bits=9", "block=0", "block=12", "block=-8"])
+@pytest.mark.parametrize("option", ["bits=1", "bits=9", "block=0", "block=12", "block=-8", "norm=1", "norm=0"])
 def test_bad_options_are_refused_by_name(option):
     with pytest.raises(ValueError, match=f"{option.partition('=')[0]} must be"):
         tw.method(f"qsgd:{option}")

@@ -30,7 +30,7 @@ class Kernels(Protocol):
     def unpack_bits(self, packed: Tensor, bits: int, count: int) -> Tensor: ...
 
     def encode_levels(
-        self, x: Tensor | Sum, rows: int, columns: int, block: int, bits: int, key: int
+        self, x: Tensor | Sum, rows: int, columns: int, block: int, bits: int, norm: float, key: int
     ) -> tuple[Tensor, Tensor]: ...
 
     def add_levels(
@@ -91,8 +91,10 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     return _for(packed).unpack_bits(packed, bits, count)
 
 
-def encode_levels(x: Tensor | Sum, rows: int, columns: int, block: int, bits: int, key: int) -> tuple[Tensor, Tensor]:
-    return _reading(x).encode_levels(x, rows, columns, block, bits, key)
+def encode_levels(
+    x: Tensor | Sum, rows: int, columns: int, block: int, bits: int, norm: float, key: int
+) -> tuple[Tensor, Tensor]:
+    return _reading(x).encode_levels(x, rows, columns, block, bits, norm, key)
 
 
 def add_levels(

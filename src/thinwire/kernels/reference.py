@@ -105,8 +105,10 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     return (each.view(len(packed), count, bits) << _shifts(packed.device)[:bits]).sum(-1, dtype=torch.uint8)
 
 
-def encode_levels(x: Tensor | Sum, rows: int, columns: int, block: int, bits: int, key: int) -> tuple[Tensor, Tensor]:
-    """x (d,) -> scale (rows, ceil(columns / block)): the largest magnitude of each block;
+def encode_levels(
+    x: Tensor | Sum, rows: int, columns: int, block: int, bits: int, norm: float, key: int
+) -> tuple[Tensor, Tensor]:
+    """x (d,) -> scale (rows, ceil(columns / block)): the norm of each block, 2 or inf;
     codes (rows, ceil(columns * bits / 8)): |x| / scale in s = 2**(bits-1) - 1 levels, with x's sign, plus s.
 
     A number between two levels goes up with the probability of its distance from the lower one, by the key's
@@ -114,11 +116,11 @@ def encode_levels(x: Tensor | Sum, rows: int, columns: int, block: int, bits: in
     """
     x, s = widened(x), 2 ** (bits - 1) - 1
     values = _blocks(x, rows, columns, block)
-    scale = values.abs().amax(-1)
+    scale = torch.linalg.vector_norm(values, norm, -1, dtype=torch.float64).to(x.dtype)
     usable = ((scale > 0) & scale.isfinite()).unsqueeze(-1)
     a = torch.where(usable, values.abs() / scale.unsqueeze(-1) * s, 0.0).flatten(1)[:, :columns]
     u = uniform(rows * columns, key, x.device).view(rows, columns)
-    level = a.floor() + (u < a - a.floor())
+    level = (a.floor() + (u < a - a.floor())).clamp(max=s)
     signed = torch.where(values.flatten(1)[:, :columns] < 0, -level, level)
     return scale, pack_bits((signed + s).to(torch.uint8), bits)
 

@@ -6,10 +6,10 @@
 
 Each worker gathers the others' codes: (W-1) d bits/8 bytes, and a scale for each block. Unbiased, so no error is kept.
 
-|v| is the largest magnitude of the block, which the paper proposes beside the 2-norm. With codes of a fixed width there
-is nothing to gain from the zeros that the 2-norm makes, and the levels lie closer by |v|_2 / |v|_max:
+|v| is the largest magnitude of the block, or its 2-norm: the paper proposes both. With codes of a fixed width there is
+nothing to gain from the zeros that the 2-norm makes, and the other's levels lie closer by |v|_2 / |v|_max:
 
-    E |Q(v) - v|^2 <= min(n / (4 s^2) |v|_max^2,  |v|_max |v|_1 / s)                          n numbers in the block
+    E |Q(v) - v|^2 <= min(n / (4 s^2) |v|^2,  |v| |v|_1 / s)                                  n numbers in the block
 
 Departure: codes have a fixed width in place of Elias coding. Where gathering costs no less than an all-reduce, as with
 4 bits from 16 workers on, tensors go dense.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
@@ -43,10 +44,11 @@ class StochasticLevels:
     unmade: ClassVar[bool] = False
     bits: int
     block: int
+    norm: float
     key: int
 
     def encode(self, batch: Sequence[tuple[Tensor | Sum, int, int]]) -> list[Levels]:
-        return [Levels(*kernels.encode_levels(*given, self.block, self.bits, self.key)) for given in batch]
+        return [Levels(*kernels.encode_levels(*given, self.block, self.bits, self.norm, self.key)) for given in batch]
 
     def decode(self, batch: Sequence[tuple[Levels, int, Tensor]]) -> None:
         self.add([(payload, columns, out.zero_(), 1.0, out, False) for payload, columns, out in batch])
@@ -59,14 +61,16 @@ class StochasticLevels:
         return finite_each([payload.scale for payload in batch])
 
 
-def quantised(bits: int, block: int, ctx: Context) -> Method:
+def quantised(bits: int, block: int, norm: float, ctx: Context) -> Method:
     """The mean of all workers' Q; each rounds by chances of its own, which a resumed run meets again."""
-    return gathered(StochasticLevels(bits, block, ctx.key(f"{ctx.step}/{ctx.rank}")))
+    return gathered(StochasticLevels(bits, block, norm, ctx.key(f"{ctx.step}/{ctx.rank}")))
 
 
-def check_block(block: int) -> None:
+def check_block(block: int, norm: float) -> None:
     if block < 8 or block % 8:
         raise ValueError(f"block must be a multiple of 8, not {block}")
+    if norm not in (2, inf):
+        raise ValueError(f"norm must be 2 or inf, not {norm}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +87,16 @@ class QSGD(Method):
     """Bits a number, the sign's included: 2 to 8."""
     block: int = 512
     """Numbers that share a scale, a multiple of 8."""
+    norm: float = inf
+    """Of a block, which is its scale: inf, the largest magnitude, or 2."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
             raise ValueError(f"bits must be in [2, 8], not {self.bits}")
-        check_block(self.block)
+        check_block(self.block, self.norm)
 
     def method(self) -> Method:
         return where(Rule(min_saving=1.0), self)
 
     def reduce(self, x: Tensor, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
-        return quantised(self.bits, self.block, ctx).reduce(x, state, ctx)
+        return quantised(self.bits, self.block, self.norm, ctx).reduce(x, state, ctx)

@@ -1,4 +1,4 @@
-"""Levels between a block's largest magnitudes, by chance; see ``reference``."""
+"""Levels between plus and minus a block's norm, by chance; see ``reference``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from thinwire.kernels.cpu.hashing import mixed
 from thinwire.kernels.cpu.source import CHUNK, Array, array, compiled, read, source
 
 
-def encode_levels(x: Tensor | Sum, rows: int, columns: int, block: int, bits: int, key: int) -> tuple[Tensor, Tensor]:
+def encode_levels(
+    x: Tensor | Sum, rows: int, columns: int, block: int, bits: int, norm: float, key: int
+) -> tuple[Tensor, Tensor]:
     assert x.numel() <= rows * columns
     given = source(x, block)
     wide = given[3].itemsize == 8
@@ -23,7 +25,7 @@ def encode_levels(x: Tensor | Sum, rows: int, columns: int, block: int, bits: in
     s = given[3].dtype.type(2 ** (bits - 1) - 1)
     low, high = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
     largest = array(scale).view(np.int64 if wide else np.int32)
-    _encode(*given, columns, block, bits, s, low, high, array(scale), largest, array(codes))
+    _encode(*given, columns, block, bits, norm == 2, s, low, high, array(scale), largest, array(codes))
     return scale, codes
 
 
@@ -55,6 +57,7 @@ def _encode(
     columns: int,
     block: int,
     bits: int,
+    two: bool,
     s: Any,
     low: Any,
     high: Any,
@@ -69,7 +72,10 @@ def _encode(
             start, end = min(last, first + b * block), min(last, first + (b + 1) * block)
             size = min(block, columns - b * block)
             numbers = read(x, error, ratio, p, start, end)
-            largest[r, b] = _largest(numbers.view(largest.dtype))
+            if two:
+                scale[r, b] = _two_norm(numbers)
+            else:
+                largest[r, b] = _largest(numbers.view(largest.dtype))
             most = scale[r, b]
             real = len(numbers) if 0 < most < np.inf else 0
             _round(numbers[:real], most, s, start, low, high, buffer)
@@ -111,13 +117,21 @@ def _largest(bits: Array) -> Any:
 
 
 @compiled
+def _two_norm(x: Array) -> Any:
+    total = 0.0
+    for k in range(len(x)):
+        total += np.float64(x[k]) * np.float64(x[k])
+    return np.sqrt(total)
+
+
+@compiled
 def _round(x: Array, most: Any, s: Any, place: int, low: Any, high: Any, codes: Array) -> None:
     zero = np.int32(s)
     for k in range(len(x)):
         a = abs(x[k]) / most * s
         level = np.int32(a)
         up = _uniform(np.uint32(place + k), low, high) < a - x.dtype.type(level)
-        level = np.int32(level + up)
+        level = np.int32(min(level + up, zero))
         codes[k] = np.uint8(zero - level if x[k] < 0 else zero + level)
 
 
