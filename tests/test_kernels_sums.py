@@ -157,7 +157,8 @@ def test_stacked_rows_are_added_in_their_order(name: str, dtype: torch.dtype) ->
     d, rows = 5_003, 4
     base, *xs = (torch.randn(d, dtype=dtype, generator=torch.Generator().manual_seed(i)) for i in range(rows + 1))
     args = (d, 512) if name == "signs" else (d, 512, 4)
-    encoded = [getattr(cpu, f"encode_{name}")(x, 1, *args, 7 if name == "levels" else 1.5) for x in xs]
+    rest = (inf, 7) if name == "levels" else (1.5,)
+    encoded = [getattr(cpu, f"encode_{name}")(x, 1, *args, *rest) for x in xs]
     stack = [torch.cat(tensors) for tensors in zip(*encoded, strict=True)]
     outs = [torch.empty_like(base), torch.empty_like(base)]
     for kernel, out in zip((cpu, reference), outs, strict=True):

@@ -170,7 +170,7 @@ def test_cuts_follow_backward_once_it_is_known_and_by_what_all_ranks_measured():
     """Equal halves at first; then the first message has what backward hides, however long it took on this rank."""
     network, _, finished, engine, submit = setup(Plan(price=24, one_round=True, messages=None, latency=0.1, wire=0.4))
     network.gathered = []
-    network.gather_objects = lambda mine: network.gathered.append(mine) or [1.6, 2.4]
+    network.gather_objects = lambda mine: network.gathered.append(mine) or [3.2, 4.8]
     for step in range(KNOWN + 1):
         assert not network.gathered
         for number in range(1, 7):
