@@ -100,14 +100,17 @@ def loss(case: Case, seeds: list[int]) -> None:
         cells.append(f"{statistics.fmean(dynamic['bits']) / BITS - 1:+.2%}")
         cells.append(f"{dynamic['bytes_sent'] / fixed['bytes_sent']:.3f}")
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-    gaps = [dynamic["val_loss"] - fixed["val_loss"] for fixed, dynamic in pairs]
-    error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
-    means = {what: [statistics.fmean(r[what] for r in runs) for runs in zip(*pairs, strict=True)] for what in LOSSES}
-    before, after = means["val_loss"]
-    print(f"| mean | {before:.4f} | {after:.4f} | {statistics.fmean(gaps):+.4f} ± {error:.4f} | | |")
-    before, after = means["train_loss"]
+    ends = {}
+    for what in LOSSES:
+        before, after = ([run[what] for run in runs] for runs in zip(*pairs, strict=True))
+        gaps = [b - a for a, b in zip(before, after, strict=True)]
+        error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else math.nan
+        lower = sum(gap < 0 for gap in gaps)
+        ends[what] = statistics.fmean(before), statistics.fmean(after), statistics.fmean(gaps), error, lower
+    print("| mean | {:.4f} | {:.4f} | {:+.4f} ± {:.4f} | | |".format(*ends["val_loss"]))
+    words = "`qsgd` {:.4f}, `dq` {:.4f}, difference {:+.4f} ± {:.4f}, lower on {}".format(*ends["train_loss"])
     agreed = all(dynamic["agreed"] for _, dynamic in pairs)
-    print(f"\nTraining loss of the last steps: `qsgd` {before:.4f}, `dq` {after:.4f}. ", end="")
+    print(f"\nTraining loss of the last steps: {words} of {len(pairs)} seeds. ", end="")
     print(f"All workers chose alike at every step: {'yes' if agreed else 'NO'}.")
 
 
@@ -145,7 +148,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     seeds = list(range(args.first_seed, args.first_seed + args.seeds))
-    rates = {"lm": 1.0, "image": 0.2} | dict(pair.split("=") for pair in args.rates.split(",") if pair)
+    rates = {"lm": 0.5, "image": 0.3} | dict(pair.split("=") for pair in args.rates.split(",") if pair)
     cases = {
         "lm": Case(LM, args.text, float(rates["lm"]), 800, 4.0, args.decay, args.out),
         "image": Case(IMAGE, args.images, float(rates["image"]), 1000, 8.0, args.decay, args.out),
