@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from thinwire.core.lockstep import Collective
-from thinwire.kernels.cpu import factors, orthogonal, signs
+from thinwire.kernels.cpu import factors, orthogonal, settling, signs
 from thinwire.runtime.ddp import comm_hook
 from thinwire.runtime.synchronizer import Synchronizer
 from thinwire.workloads import Workload, load
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    clocked(signs, factors, orthogonal)
+    clocked(signs, settling, factors, orthogonal)
     with tempfile.TemporaryDirectory() as folder, mock.patch("thinwire.runtime.ddp.Transport", Alone):
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         for i, method in enumerate(METHODS):

@@ -29,6 +29,7 @@ class Identity:
     """The numbers themselves, in ``dtype``. All vectors of a batch are one for as long as they are computed with."""
 
     unmade: ClassVar[bool] = True
+    fused: ClassVar[bool] = False
     dtype: torch.dtype
 
     def encode(self, batch: Sequence[tuple[Tensor | Sum, int, int]]) -> list[Raw]:

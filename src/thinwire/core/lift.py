@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -50,8 +50,8 @@ class Decoded:
     def settle_each(batch: Sequence[tuple[Decoded, Decoded, Sum]]) -> None:
         for C, members in _by_compressor(batch):
             given = [(sent.payload, mean.payload, mean.columns, p.flatten()) for sent, mean, p in members]
-            if isinstance(C, Fused):
-                C.settle(given)
+            if C.fused:
+                cast(Fused, C).settle(given)
                 continue
             C.add([(sent, columns, p, -1.0, p.error, False) for sent, _, columns, p in given])
             C.decode([(mean, columns, p.x) for _, mean, columns, p in given])
@@ -171,8 +171,8 @@ class TwoWay(Method):
 
     def _answer(self, tasks: Sequence[Task]) -> list[Payload]:
         """C(a)"""
-        if isinstance(self.compressor, Fused):
-            return list(self.compressor.serve(tasks))
+        if self.compressor.fused:
+            return list(cast(Fused, self.compressor).serve(tasks))
         answers: list[Payload] = []
         for some in few(tasks, lambda task: task.error.numel()):
             sums = [torch.empty_like(task.error) for task in some]
@@ -185,8 +185,8 @@ class TwoWay(Method):
 
         a is made twice, since the error must outlive a step that goes wrong, and what is kept until then is 1/W of all.
         """
-        if isinstance(self.compressor, Fused):
-            self.compressor.settle_served(settled)
+        if self.compressor.fused:
+            cast(Fused, self.compressor).settle_served(settled)
             return [None] * len(settled)
         self._sum([task for task, _ in settled], [task.error for task, _ in settled])
         self.compressor.add([(answer, task.columns, task.error, -1.0, task.error, False) for task, answer in settled])

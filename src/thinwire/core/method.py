@@ -175,6 +175,8 @@ class Compressor(Protocol):
 
     unmade: ClassVar[bool]
     """Whether ``encode`` leaves a sum unmade, and ``add`` takes one whose error is ``out``."""
+    fused: ClassVar[bool]
+    """Whether it is ``Fused`` too."""
 
     def encode(self, batch: Sequence[tuple[Tensor | Sum, int, int]]) -> Sequence[Any]:
         """The payloads of (x, rows, columns), x (d,) with d at most rows * columns."""
@@ -192,7 +194,6 @@ class Compressor(Protocol):
         """Of payloads: whether C(x) is."""
 
 
-@runtime_checkable
 class Fused(Protocol):
     """A compressor that does in one pass over memory what else takes several; a, of a server, is ``Task``'s sum."""
 

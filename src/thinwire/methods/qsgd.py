@@ -42,6 +42,7 @@ class StochasticLevels:
     """Q above, with the random numbers of ``key``: a compressor for one tensor, step and worker."""
 
     unmade: ClassVar[bool] = False
+    fused: ClassVar[bool] = False
     bits: int
     block: int
     norm: float

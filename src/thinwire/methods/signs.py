@@ -23,6 +23,7 @@ class ScaledSign:
     """C(x) = omega (|x|_1 / d) sign(x) for each block, omega = min(d |x|_2^2 / |x|_1^2, relaxation)."""
 
     unmade: ClassVar[bool] = True
+    fused: ClassVar[bool] = True
     block: int = 0
     """Most elements that share a scale; 0 for all of a row."""
     relaxation: float = 1.0
