@@ -13,7 +13,7 @@ from thinwire.core.identity import Identity, Raw
 from thinwire.core.lockstep import Lockstep, drive
 from thinwire.core.method import Context, Method, Reduced
 from thinwire.core.requests import AllGather, AllReduce, AllToAll, Batched
-from thinwire.core.value import Sum
+from thinwire.core.value import Sum, Written, made
 from thinwire.methods.lowrank import orthogonalize
 
 torch.set_num_threads(1)
@@ -152,6 +152,26 @@ def test_vectors_in_16_bits_have_the_same_bits_alone_and_in_a_batch(workers):
         C.add([(raw, d, base, 1 / workers, expected, True)])
         assert torch.equal(out, expected)
         torch.testing.assert_close(out, base + raw.values.float().mean(0))
+
+
+@pytest.mark.parametrize("spec", ["acp:rank=2", "acp:rank=6,min_saving=0", "powersgd:rank=2", "dist-ef-block:block=64"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_error_and_mean_in_one_pass_are_those_of_two_which_keep_the_gradient(spec, dtype):
+    method, wide = tw.method(spec), torch.promote_types(dtype, torch.float32)
+    states = [method.init(torch.zeros(24, 40, dtype=wide), Context(name="w")) for _ in range(2)]
+    for step in range(3):
+        x = torch.randn(24, 40, generator=torch.Generator().manual_seed(step)).to(dtype)
+        means = []
+        for i, keep in enumerate((False, True)):
+            given = x.clone()
+            lockstep = Lockstep([exchange(method, given, states[i], Context(step, "w", keep=keep))])
+            drive(lockstep, lambda c: c.buffer[None] if c.op == "all_gather" else c.buffer)
+            mean, states[i] = lockstep.results[0]
+            assert isinstance(mean, Written) == (not keep and dtype == wide)
+            assert torch.equal(given, x) == (keep or dtype != wide)
+            means.append(made(mean, given))
+        torch.testing.assert_close(*means)
+        torch.testing.assert_close(*(state.error for state in states))
 
 
 class Pair(NamedTuple):
