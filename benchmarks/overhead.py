@@ -2,10 +2,10 @@
 
     python -m benchmarks.overhead [--workload image:blocks=9] [--steps 10]
 
-One process trains under DDP with each method as if it were one of 4 workers; every collective is answered at once with
+One process trains with each method as if it were one of 4 workers; every collective is answered at once with
 what this worker sent. Figures are processor time as a share of the process's in the same steps: that of the engine's
-thread and of DDP's hook, of which the compiled loops read and write the numbers themselves; the rest is the engine's
-own, Python, queue and packing.
+thread and of the hooks in backward, of which the compiled loops read and write the numbers themselves; the rest is the
+engine's own, Python, queue and packing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from numba.core.dispatcher import Dispatcher
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel as DDP
 
+import thinwire as tw
 from thinwire.core.lockstep import Collective
 from thinwire.kernels.cpu import factors, orthogonal, settling, signs
-from thinwire.runtime.ddp import comm_hook
+from thinwire.runtime.backward import Backward
 from thinwire.runtime.synchronizer import Synchronizer
 from thinwire.workloads import Workload, load
 
@@ -62,6 +62,9 @@ class Alone:
         buffer = collective.buffer
         return Answered(torch.stack([buffer] * self.world) if collective.op == "all_gather" else buffer)
 
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        pass
+
     def gather_objects(self, mine: Any) -> list[Any]:
         return [mine] * self.world
 
@@ -94,18 +97,15 @@ def clocked(*modules: ModuleType) -> None:
 
 def share(workload: Workload, method: str, steps: int) -> tuple[float, float, float]:
     """Of the process's time, medians over the steps: the engine's, the compiled loops' in it, and the rest."""
-    model = DDP(workload.model)
-    sync, hooks = Synchronizer(method, messages=1000), [0.0]
+    model, hooks, arrive = workload.model, [0.0], Backward._arrive
 
-    def hook(state: Synchronizer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def clocked_arrive(self: Backward, parameter: Tensor) -> None:
         start = time.thread_time()
-        future = comm_hook(state, bucket)
+        arrive(self, parameter)
         hooks[0] += time.thread_time() - start
-        return future
 
-    # DDP compares annotations with its own types, and refuses strings
-    hook.__annotations__ = dict(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})
-    model.register_comm_hook(sync, hook)
+    with mock.patch.object(Backward, "_arrive", clocked_arrive):
+        sync = tw.attach(model, method, messages=1000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     found = []
     for step in range(steps + WARM_UP):
@@ -135,7 +135,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     clocked(signs, settling, factors, orthogonal)
-    with tempfile.TemporaryDirectory() as folder, mock.patch("thinwire.runtime.ddp.Transport", Alone):
+    with tempfile.TemporaryDirectory() as folder, mock.patch("thinwire.runtime.binding.Transport", Alone):
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         for i, method in enumerate(METHODS):
             workload = load(args.workload, None, 0)

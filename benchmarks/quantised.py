@@ -26,6 +26,8 @@ from benchmarks.simulated import train
 from thinwire.methods.dq import DQState
 
 WORKERS, BITS, MOMENTUM = 4, 4, 0.0
+ENDS = 20
+"""Last models whose validation loss is averaged: at a constant rate one model is far from the next."""
 SCALE = f"block={1 << 20},norm=2"
 """The 2-norm of each tensor, as both papers have it."""
 LOSSES = ("val_loss", "train_loss")
@@ -80,9 +82,8 @@ class Case:
         path = self.out / ("".join(c if c.isalnum() or c in "-_.=" else "-" for c in "_".join(words)) + ".json")
         if not path.exists():
             watch = Watch()
-            run = train(
-                method, self.workload, self.data, seed, self.steps, self.lr, MOMENTUM, WORKERS, self.decay, watch=watch
-            )
+            options = {"decay": self.decay, "ends": ENDS, "watch": watch}
+            run = train(method, self.workload, self.data, seed, self.steps, self.lr, MOMENTUM, WORKERS, **options)
             path.write_text(json.dumps(asdict(run) | watch.seen()))
         return json.loads(path.read_text())
 

@@ -58,7 +58,7 @@ class Exchange:
             group = named[start : start + MATRICES]
             buffer = torch.randn(len(group) * WIDTH**2)
             parts = [Part(n, p, g) for (n, p), g in zip(group, buffer.view(-1, WIDTH, WIDTH), strict=True)]
-            self.buckets.append(Bucket(len(self.buckets), parts, buffer, start + MATRICES >= layers))
+            self.buckets.append(Bucket(len(self.buckets), parts, [buffer], start + MATRICES >= layers))
 
     def step(self) -> float:
         start = time.perf_counter()

@@ -21,6 +21,7 @@ class Run:
     """What came of a training."""
 
     val_loss: float
+    """Mean over the models of the last ``ends`` steps."""
     train_loss: float
     """Mean over the workers and the last ``tail`` steps."""
     bytes_sent: int
@@ -50,6 +51,7 @@ def train(
     workers: int = 4,
     decay: bool = True,
     tail: int = TAIL,
+    ends: int = 1,
     watch: Callable[[tw.Simulation, list[dict[str, Tensor]]], None] = lambda sim, gradients: None,
 ) -> Run:
     """SGD with Nesterov momentum on the schedule of ``thinwire train``, or without ``decay`` at a constant rate.
@@ -60,7 +62,7 @@ def train(
     model = workload.model
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum, nesterov=momentum > 0)
     sim = tw.Simulation(method, workers, seed)
-    losses = []
+    losses, validated = [], []
     for step in range(steps):
         rate = lr * learning_rate(step, steps) if decay else lr
         optimizer.param_groups[0]["lr"] = rate
@@ -73,4 +75,6 @@ def train(
         if workload.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), workload.clip)
         optimizer.step()
-    return Run(workload.evaluate(model)["val_loss"], statistics.fmean(losses[-tail:]), sim.bytes_sent)
+        if step >= steps - ends:
+            validated.append(workload.evaluate(model)["val_loss"])
+    return Run(statistics.fmean(validated), statistics.fmean(losses[-tail:]), sim.bytes_sent)

@@ -1,7 +1,7 @@
 """Train over a thin wire: data-parallel PyTorch that communicates 10 to 1000 times less.
 
 >>> import thinwire as tw
->>> sync = tw.attach(ddp, "acp:rank=4")
+>>> sync = tw.attach(model, "acp:rank=4")
 """
 
 from thinwire import optim
@@ -10,7 +10,8 @@ from thinwire.core.method import Method
 from thinwire.errors import ExchangeError
 from thinwire.registry import parse as method
 from thinwire.registry import price
-from thinwire.runtime.ddp import attach, comm_hook
+from thinwire.runtime.attach import attach
+from thinwire.runtime.ddp import comm_hook
 from thinwire.runtime.synchronizer import Synchronizer
 from thinwire.simulation import Simulation
 

@@ -90,9 +90,18 @@ def _run(rank, case):
         if opt.frozen and record["frozen_at"] is None:
             record["frozen_at"] = step + 1
     record["m"] = {name: opt.state[p]["exp_avg"].clone() for name, p in named.items()}
-    record["v"] = {name: opt.state[p]["exp_avg_sq"].clone() for name, p in named.items()}
+    record["v"] = {name: variance(opt, p, case.options.get("bias_correction", True)) for name, p in named.items()}
     record["collectives"] = sync.stats()["collectives"]
     return record
+
+
+def variance(opt, p, corrected=True):
+    """v, which is kept as sqrt v + eps once it is frozen; eps is then in units of an uncorrected v."""
+    group, state = opt.param_groups[0], opt.state[p]
+    if not opt.frozen:
+        return state["exp_avg_sq"].clone()
+    correction = 1 - group["betas"][1] ** group["frozen_at"] if corrected else 1
+    return (state["spread"] - group["eps"] * correction**0.5).square()
 
 
 def _with_nan(g):
@@ -222,7 +231,8 @@ def test_a_nan_on_one_rank_spoils_its_parameter_everywhere_but_no_moment_and_no_
         assert len(run["kept"]) == len(case.poison)
         for spoiled, before, after in run["kept"]:
             assert spoiled
-            assert {"exp_avg", "exp_avg_sq"} < before.keys() == after.keys()
+            assert len({"exp_avg", "exp_avg_sq", "spread"} & before.keys()) == 2
+            assert before.keys() == after.keys()
             assert all(torch.equal(before[key], after[key]) for key in before)
         assert any(value.any() for key, value in after.items() if "error" in key)
         assert all(x.isfinite().all() for parameters in run["history"] for x in parameters.values())
@@ -246,9 +256,9 @@ def test_the_floor_is_a_fraction_of_each_tensors_mean_or_of_all_where_a_tensor_w
     parameters[0].grad = torch.tensor([4.0, 2.0, 0.0, 1.0], dtype=torch.float64)
     parameters[1].grad = torch.zeros(4, dtype=torch.float64)
     opt.step()
-    touched, untouched = (opt.state[p]["exp_avg_sq"] for p in parameters)
-    assert touched.tolist() == [16.0, 4.0, 0.25 * 21 / 4, 0.25 * 21 / 4]
-    assert untouched.tolist() == [0.25 * 21 / 8] * 4
+    touched, untouched = (variance(opt, p) for p in parameters)
+    assert touched.tolist() == pytest.approx([16.0, 4.0, 0.25 * 21 / 4, 0.25 * 21 / 4])
+    assert untouched.tolist() == pytest.approx([0.25 * 21 / 8] * 4)
 
 
 def gradient_sizes(kind, steps):
@@ -309,8 +319,9 @@ def test_v_stays_as_it_is_after_the_freeze():
         p.grad = torch.full_like(p, 1.0 + step)
         opt.step()
         if step == 1:
-            v = opt.state[p]["exp_avg_sq"].clone()
-    assert torch.equal(opt.state[p]["exp_avg_sq"], v)
+            spread = opt.state[p]["spread"].clone()
+    assert torch.equal(opt.state[p]["spread"], spread)
+    assert "exp_avg_sq" not in opt.state[p]
     assert torch.equal(opt.state[p]["exp_avg"], p.grad)
 
 

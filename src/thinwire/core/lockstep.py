@@ -56,7 +56,7 @@ class Lockstep(Generic[R]):
 
     def __init__(self, exchanges: Iterable[Exchange[R]] = ()) -> None:
         self.scratch: Tensor | None = None
-        """Memory that an all-reduce may overwrite: the bucket that holds the gradients."""
+        """Memory that an all-reduce may overwrite: what holds the gradients."""
         self._exchanges: list[Exchange[R]] = []
         self._results: list[R | None] = []
         self._waiting: list[tuple[int, list[Request]]] = []
@@ -228,11 +228,11 @@ def _split(requests: Sequence[Any], answer: Tensor) -> list[Any]:
 
 def _flat(tensors: Sequence[Tensor], scratch: Tensor | None) -> Tensor:
     """The tensors end to end; no copy is made where they are the scratch memory itself."""
-    if scratch is not None and sum(t.numel() for t in tensors) == scratch.numel():
+    if scratch is not None and scratch.is_contiguous() and sum(t.numel() for t in tensors) == scratch.numel():
         start, size = scratch.data_ptr(), scratch.element_size()
         offsets = accumulate((t.numel() * size for t in tensors), initial=start)
         if all(t.data_ptr() == here and t.is_contiguous() for t, here in zip(tensors, offsets, strict=False)):
-            return scratch
+            return scratch.view(-1)
     return torch.cat([t.reshape(-1) for t in tensors])
 
 

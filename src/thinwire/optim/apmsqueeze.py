@@ -112,7 +112,7 @@ class APMSqueeze(Optimizer):
                 else:
                     direction = m.lerp_(g, 1 - beta1)
                     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-                spread = v.sqrt().add_(group["eps"] * scale)  # of which the correction is a common factor
+                spread = v if frozen else v.sqrt().add_(group["eps"] * scale)  # of which the correction is a factor
                 if group["weight_decay"]:
                     x.mul_(1 - group["lr"] * group["weight_decay"])
                 x.addcdiv_(direction, spread, value=-group["lr"] * scale / correction1)
@@ -127,10 +127,7 @@ class APMSqueeze(Optimizer):
             return
         over = self._settled(lead) if self._warmup_steps == "auto" else lead["step"] >= self._warmup_steps
         if over:
-            if not self._lossless:
-                self._floor()
-            lead["frozen_at"] = lead["step"]
-            lead["v_norms"] = []
+            self._freeze()
 
     def _settled(self, lead: dict[str, Any]) -> bool:
         span = round(1 / (1 - self.defaults["betas"][1]))
@@ -138,12 +135,18 @@ class APMSqueeze(Optimizer):
         rising, lead["last_lr"] = lead["lr"] > lead["last_lr"], float(lead["lr"])
         return len(norms) > span and not rising and norms[-1] >= STABLE * norms[0]
 
-    def _floor(self) -> None:
-        overall = self._v_sum() / max(1, sum(p.numel() for p in self.state))
-        for p in self.state:
-            v = self._buffers(p)[1]
-            mean = v.mean().item() if v.numel() else 0.0
-            v.clamp_(min=self._v_floor * (mean or overall))
+    def _freeze(self) -> None:
+        """From now on v, floored, is kept as what m is divided by, in v's own memory."""
+        lead, overall = self.param_groups[0], self._v_sum() / max(1, sum(p.numel() for p in self.state))
+        lead["frozen_at"], lead["v_norms"] = lead["step"], []
+        scale = math.sqrt(self._corrections(*self.defaults["betas"])[1])
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.requires_grad):
+                v = self._buffers(p)[1]
+                if not self._lossless:
+                    mean = v.mean().item() if v.numel() else 0.0
+                    v.clamp_(min=self._v_floor * (mean or overall))
+                self.state[p]["spread"] = self.state[p].pop("exp_avg_sq").sqrt_().add_(group["eps"] * scale)
 
     def _v_sum(self) -> float:
         return sum(self._buffers(p)[1].sum(dtype=torch.float64).item() for p in self.state)
@@ -156,12 +159,13 @@ class APMSqueeze(Optimizer):
         return 1 - beta1**now, 1 - beta2 ** (frozen_at or now)
 
     def _buffers(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
+        """m, and v or once that is frozen sqrt v + eps."""
         state = self.state[parameter]
         if not state:
             wide = torch.promote_types(parameter.dtype, torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=wide)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=wide)
-        return state["exp_avg"], state["exp_avg_sq"]
+        return state["exp_avg"], state["exp_avg_sq" if "exp_avg_sq" in state else "spread"]
 
 
 class _Frozen:

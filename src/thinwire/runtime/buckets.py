@@ -1,9 +1,10 @@
-"""Gradients that travel together, as DDP cuts them, and what an optimizer averages, cut alike."""
+"""Gradients that are handed over together, as DDP cuts them or alike."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,26 +22,39 @@ class Part(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """What DDP hands over, with names in place of indices."""
+    """Some of a step's gradients."""
 
     number: int
     parts: list[Part]
-    buffer: Tensor
+    memory: list[Tensor]
+    """One buffer that holds them end to end, or each by itself."""
     last: bool
+
+
+T = TypeVar("T")
+
+
+def grouped(items: Iterable[T], tensor: Callable[[T], Tensor], sizes: Iterator[int]) -> list[list[T]]:
+    """In their order: as many of a type as have the next of ``sizes`` in bytes, but at least one."""
+    groups: list[list[T]] = []
+    left, dtype = 0, None
+    for item in items:
+        x = tensor(item)
+        if x.dtype != dtype or x.nbytes > left:
+            groups.append([])
+            left, dtype = next(sizes), x.dtype
+        groups[-1].append(item)
+        left -= x.nbytes
+    return groups
 
 
 def packed(parts: Sequence[Part]) -> list[Bucket]:
     """Tensors copied end to end; several buckets, so that one is compressed while another travels."""
-    cut: list[list[Part]] = []
-    for part in parts:
-        full = cut and sum(p.grad.nbytes for p in cut[-1]) + part.grad.nbytes > SIZE
-        if not cut or full or cut[-1][0].grad.dtype != part.grad.dtype:
-            cut.append([])
-        cut[-1].append(part)
+    cut = grouped(parts, lambda part: part.grad, repeat(SIZE))
     buckets = []
     for number, group in enumerate(cut):
         buffer = torch.cat([part.grad.flatten() for part in group])
         views = torch.split(buffer, [part.grad.numel() for part in group])
         copied = [part._replace(grad=view.view_as(part.grad)) for part, view in zip(group, views, strict=True)]
-        buckets.append(Bucket(number, copied, buffer, last=number == len(cut) - 1))
+        buckets.append(Bucket(number, copied, [buffer], last=number == len(cut) - 1))
     return buckets

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.futures import Future
 from thinwire.core import bundle
 from thinwire.core.bundle import Given, Start
 from thinwire.core.exchange import exchange
-from thinwire.core.lockstep import Collective
+from thinwire.core.lockstep import Collective, bytes_sent
 from thinwire.core.method import Averager, Context, Dense, Method, Owner, State
 from thinwire.core.rehearsal import rehearse
 from thinwire.core.requests import Exchange
@@ -77,6 +78,8 @@ class Synchronizer:
         self._to_load: Any = None
         self._module: nn.Module | None = None
         self._averages_buffers = False
+        self.silent: bool | None = None
+        """Whether backward exchanges nothing; None where that is for DDP to say."""
 
     @property
     def bound(self) -> bool:
@@ -119,8 +122,8 @@ class Synchronizer:
             self._to_load = None
 
     def reduce(self, bucket: Bucket) -> Future[Any]:
-        """Start to average a bucket in place; the future holds its buffer. All ranks submit in the same order."""
-        return self._submit(bucket).then(_unwrap)
+        """Start to average a bucket in place; the future holds its buffer, or raises. See ``submit``."""
+        return self.submit(bucket).then(_unwrap)
 
     def average(
         self, tensors: Mapping[Tensor, Tensor], exact: Sequence[Tensor] = (), method: Method | None = None
@@ -130,11 +133,31 @@ class Synchronizer:
         plain = [*exact, *(b for b in self.buffers() if with_buffers and b.is_floating_point())]
         futures = [self._submit_exact(plain, last=not tensors)] if plain else []
         buckets = packed([Part(self.ledger.names[parameter], parameter, x) for parameter, x in tensors.items()])
-        futures += [self._submit(bucket, method) for bucket in buckets]
-        for future in futures:
-            future.wait()
-            _unwrap(future)
+        futures += [self.submit(bucket, method) for bucket in buckets]
+        wait_for(futures)
         return {part.parameter: part.grad for bucket in buckets for part in bucket.parts}
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients add up on each worker, to be exchanged with those of the next backward outside."""
+        if self.silent is None:
+            raise ValueError("nothing to silence: DistributedDataParallel has a no_sync of its own")
+        before, self.silent = self.silent, True
+        try:
+            yield
+        finally:
+            self.silent = before
+
+    def fail(self, reason: str) -> None:
+        """Break off on all ranks, and raise."""
+        assert self._engine is not None
+        future: Future[Any] = Future()
+
+        def start() -> list[Exchange[Any]]:
+            raise ValueError(reason)
+
+        self._engine.submit(Job("backward", start, lambda _: None, lambda: None, future.set_result, [], last=False))
+        wait_for([future])
 
     def skip(self) -> None:
         """A step at which the optimizer averages nothing: dense would have sent every gradient."""
@@ -146,10 +169,14 @@ class Synchronizer:
         """Of the model."""
         return list(self._module.buffers()) if self._module is not None else []
 
-    def _submit(self, bucket: Bucket, method: Method | None = None) -> Future[Any]:
-        """``method``, which keeps no state, in place of the synchronizer's own."""
+    def submit(self, bucket: Bucket, method: Method | None = None) -> Future[Any]:
+        """Start to average a bucket in place, for ``wait_for``. All ranks submit in the same order.
+
+        ``method``, which keeps no state, in place of the synchronizer's own.
+        """
         assert self._engine is not None
-        future: Future[Any] = Future(devices=[bucket.buffer.device] if bucket.buffer.is_cuda else None)
+        device = bucket.memory[0].device
+        future: Future[Any] = Future(devices=[device] if device.type == "cuda" else None)
         whole = self.method.whole and method is None
         self._held.append((bucket, future))
         if bucket.last or not whole:
@@ -236,11 +263,11 @@ class Synchronizer:
             self._count(bucket)
 
         def release() -> None:
-            future.set_result(bucket.buffer)
+            future.set_result(bucket.memory[0])
 
         label = f"bucket {bucket.number} ({parts[0].name} ...)" if parts else f"bucket {bucket.number}"
         one_round = method is None and self._plan.one_round
-        return Job(label, start, finish, release, future.set_result, [bucket.buffer], bucket.last, one_round)
+        return Job(label, start, finish, release, future.set_result, bucket.memory, bucket.last, one_round)
 
     def _whole_job(self, held: list[tuple[Bucket, Future[Any]]]) -> Job:
         order = {name: i for i, name in enumerate(self.ledger.names.values())}
@@ -266,13 +293,14 @@ class Synchronizer:
 
         def release() -> None:
             for bucket, future in held:
-                future.set_result(bucket.buffer)
+                future.set_result(bucket.memory[0])
 
         def fail(error: ExchangeError) -> None:
             for _, future in held:
                 future.set_result(error)
 
-        return Job("the whole gradient", start, finish, release, fail, [bucket.buffer for bucket, _ in held], last=True)
+        memory = [x for bucket, _ in held for x in bucket.memory]
+        return Job("the whole gradient", start, finish, release, fail, memory, last=True)
 
     def _start(self, parts: Sequence[Part], contexts: Sequence[Context], method: Method | None) -> Start:
         pairs = list(zip(parts, contexts, strict=True))
@@ -293,8 +321,8 @@ class Synchronizer:
         return part.grad if self._owner is None else self._owner.outgoing(part.parameter, part.grad)
 
     def _count(self, bucket: Bucket) -> None:
-        dense = Collective("all_reduce", bucket.buffer)
-        self.telemetry.counters.bytes_dense += dense.bytes_sent(self._place()[1])
+        size = sum(x.numel() * x.element_size() for x in bucket.memory)
+        self.telemetry.counters.bytes_dense += bytes_sent("all_reduce", size, self._place()[1])
 
     def _agree(self, step: int) -> None:
         """Before the first exchange: the workers must stand at the same step, as they do if all or none resumed."""
@@ -315,6 +343,13 @@ class Synchronizer:
         if self._engine is None:
             raise ValueError("this synchronizer is not attached to a model yet")
         return self._engine.transport.rank, self._engine.transport.world
+
+
+def wait_for(futures: Sequence[Future[Any]]) -> None:
+    """Until the buckets are averaged; raises what went wrong."""
+    for future in futures:
+        future.wait()
+        _unwrap(future)
 
 
 def _unwrap(future: Future[Any]) -> Any:

@@ -141,6 +141,12 @@ class Transport:
         dist.all_gather_object(everybody, mine, group=self._group)
         return everybody
 
+    @torch.no_grad()
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Rank 0's."""
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self._group, group_src=0)
+
     def close(self) -> None:
         """Let go of the group: with its last holder gloo's threads end, before the interpreter does."""
         self.__dict__.pop("_group", None)

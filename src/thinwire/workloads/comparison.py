@@ -118,6 +118,8 @@ def _done(one: Contestant, plan: Plan) -> bool:
 
 def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    # a model that has gone astray makes numbers so small that a processor is slow with them: no method's doing
+    torch.set_flush_denormal(True)
     rank = int(os.environ["RANK"])
 
     def emit(event: dict[str, Any]) -> None:

@@ -19,8 +19,6 @@ from thinwire.runtime.telemetry import Telemetry
 from thinwire.workloads import Workload
 from thinwire.workloads.optimizers import Recipe
 
-BUCKET_MB = 4
-"""Of DDP's buckets: less than its 25, so that more of a compressed exchange finds backward still running."""
 TAIL = 20
 """Steps over which the final training loss is averaged."""
 
@@ -61,11 +59,9 @@ class Trainee:
         messages: int | None = None,
     ) -> Trainee:
         """One whose gradients ``recipe`` exchanges, in ``messages`` a step if that is given. Every rank calls this."""
-        # gradients live in the buckets, which spares a copy of all of them each way
-        ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
-        optimizer, method = recipe.build(ddp.parameters(), lr, workload.clip)
-        sync = tw.attach(ddp, method, None if method is optimizer else optimizer, seed, messages)
-        trainee = cls(workload, ddp, optimizer, sync.telemetry, steps)
+        optimizer, method = recipe.build(model.parameters(), lr, workload.clip)
+        sync = tw.attach(model, method, None if method is optimizer else optimizer, seed, messages)
+        trainee = cls(workload, model, optimizer, sync.telemetry, steps)
         trainee.sync = sync
         if recipe.clips:
             trainee._limit = 0.0

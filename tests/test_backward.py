@@ -1,0 +1,238 @@
+"""A module that nobody wraps, in real processes over gloo."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire as tw
+from tests import workers
+from tests.models import Bag, batch, flat, gradients, grads, mlp, train_step
+from tests.rows import ROWS
+from thinwire.runtime import backward
+
+TINY = mock.patch.multiple(backward, SIZES=(200, 400), SIZE=800)
+"""Bytes, so that even a small model is handed over in several groups."""
+
+
+def _every_row(rank, _world, dtype):
+    found = {}
+    for row in ROWS:
+        with TINY:
+            model = Bag(dtype=dtype)
+            sync = tw.attach(model, row.spec)
+        means = []
+        for step in range(row.warm_up + 4):
+            model.zero_grad()
+            model(gradients(rank, step, dtype=dtype)).backward()
+            means.append(grads(model))
+        found[row.spec] = means, sync.stats()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_computes_what_the_simulation_does(dtype):
+    """Bit for bit, with two workers."""
+    by_rank = workers.run(_every_row, 2, dtype, timeout=180)
+    for row in ROWS:
+        sim = tw.Simulation(row.spec, 2)
+        for step in range(row.warm_up + 4):
+            want = sim.reduce([gradients(r, step, dtype=dtype) for r in range(2)])[0]
+            for means, _ in (result[row.spec] for result in by_rank):
+                assert all(torch.equal(means[step][name], want[name]) for name in want), (row.spec, step)
+        assert by_rank[0][row.spec][1]["bytes_sent"] == sim.bytes_sent, row.spec
+        assert by_rank[0][row.spec][1]["steps"] == row.warm_up + 4
+
+
+def _trained(rank, _world, spec, wrapped):
+    torch.manual_seed(0)
+    model = DDP(mlp(), bucket_cap_mb=0.01) if wrapped else mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with TINY:
+        sync = tw.attach(model, spec, optimizer)
+    for step in range(6):
+        train_step(model, optimizer, rank, step)
+    return flat(model), sync.stats()["bytes_dense"]
+
+
+@pytest.mark.parametrize("spec", ["dense", "acp:rank=2", "dist-ef-block:momentum=0.9", "dist-ef", "topk:ratio=0.1"])
+def test_it_trains_as_under_ddp(spec):
+    wrapped, bare = (workers.run(_trained, 2, spec, option) for option in (True, False))
+    for (a, size), (b, same_size) in zip(wrapped, bare, strict=True):
+        assert torch.equal(a, b)
+        assert size == same_size
+
+
+def _started(rank, _world):
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[0].bias.requires_grad_(False)
+    model[1].running_mean.normal_()
+    tw.attach(model, "dense")
+    model[0](torch.full((2, 4), float(rank))).sum().add(model[1].weight.sum() + model[1].bias.sum()).backward()
+    return model.state_dict(), [p.grad is None for p in model.parameters()]
+
+
+def test_all_ranks_start_from_the_parameters_and_buffers_of_rank_0():
+    (first, without), (second, _) = workers.run(_started, 2)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert without == [False, True, False, False]
+
+
+def _accumulated(rank, _world, spec, apart):
+    model = mlp()
+    sync = tw.attach(model, spec)
+    for step in range(4):
+        model.zero_grad()
+        losses = [model(batch(rank, 2 * step + i)[0]).square().mean() for i in range(2)]
+        if apart:
+            with sync.no_sync():
+                losses[0].backward()
+            losses[1].backward()
+        else:
+            sum(losses).backward()
+    return grads(model), sync.stats()["steps"]
+
+
+@pytest.mark.parametrize("spec", ["dense", "acp:rank=2", "dist-ef-block"])
+def test_gradients_add_up_without_a_word_until_they_are_sent(spec):
+    apart, at_once = (workers.run(_accumulated, 2, spec, option)[0] for option in (True, False))
+    assert apart[1] == at_once[1] == 4
+    for name in apart[0]:
+        assert torch.allclose(apart[0][name], at_once[0][name], rtol=1e-4, atol=1e-6)
+
+
+def _silent(_rank, _world):
+    model = mlp()
+    sync = tw.attach(model, "dense")
+    with pytest.raises(RuntimeError, match="stop"), sync.no_sync():
+        raise RuntimeError("stop")
+    assert sync.silent is False
+    with pytest.raises(ValueError, match="no_sync of its own"), tw.attach(DDP(mlp()), "dense").no_sync():
+        pass
+
+
+def test_no_sync_ends_with_its_block_and_is_ddps_where_there_is_one():
+    workers.run(_silent, 2)
+
+
+def _unused(rank, _world):
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+    tw.attach(model, "dense")
+    hidden = model["used"](torch.ones(2, 4))
+    with pytest.raises(tw.ExchangeError) as caught:
+        (hidden if rank == 1 else model["unused"](hidden)).sum().backward()
+    return str(caught.value)
+
+
+def test_a_parameter_without_a_gradient_is_named_on_every_rank():
+    for message in workers.run(_unused, 3):
+        assert "rank 1" in message
+        assert "unused." in message
+        assert "find_unused_parameters" in message
+
+
+class Again(torch.autograd.Function):
+    """Has a backward within its backward, as a checkpoint that runs part of the model again."""
+
+    @staticmethod
+    def forward(ctx, x, parameter):
+        ctx.parameter = parameter
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        with torch.enable_grad():
+            ctx.parameter.sum().backward()
+        return g, None
+
+
+def _twice(rank, _world):
+    model = mlp()
+    tw.attach(model, "dense")
+    hidden = model[:4](batch(rank, 0)[0])
+    with pytest.raises(tw.ExchangeError) as caught:
+        model[4](Again.apply(hidden, model[4].bias) if rank == 0 else hidden).sum().backward()
+    return str(caught.value)
+
+
+def test_a_parameter_with_two_gradients_is_named_on_every_rank():
+    for message in workers.run(_twice, 2):
+        assert "'4.bias' has two gradients" in message
+
+
+def _local(rank, _world, wrapped):
+    model = DDP(mlp()) if wrapped else mlp()
+    optimizer = tw.optim.SlowMo(torch.optim.SGD(model.parameters(), lr=0.1), period=2, slow_momentum=0.5)
+    tw.attach(model, optimizer)
+    for step in range(4):
+        train_step(model, optimizer, rank, step)
+    return flat(model)
+
+
+def test_an_optimizer_that_averages_parameters_needs_no_ddp():
+    for a, b in zip(workers.run(_local, 2, True), workers.run(_local, 2, False), strict=True):
+        assert torch.equal(a, b)
+
+
+def _resumed(rank, _world, wrapped):
+    module, state = mlp(), None
+    for under_ddp in wrapped:
+        module = copy.deepcopy(module)  # without its hooks
+        model = DDP(module) if under_ddp else module
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = tw.attach(model, "dist-ef-block")
+        if state is not None:
+            sync.load_state_dict(state)
+        for _ in range(3):
+            train_step(model, optimizer, rank, sync.ledger.step)
+        state = sync.state_dict()
+    return flat(module)
+
+
+def test_a_run_under_ddp_goes_on_without_it():
+    ends = [workers.run(_resumed, 2, wrapped)[0] for wrapped in ((False, False), (True, False), (False, True))]
+    assert all(torch.equal(ends[0], end) for end in ends[1:])
+
+
+def _refused(rank, _world):
+    attached, trained, sharded = mlp(), mlp(), mlp()
+    tw.attach(attached, "dense")
+    trained(batch(rank, 0)[0]).sum().backward()
+    sharded[0].weight._is_flat_param = True
+    cases = {
+        "attach once": attached,
+        "has gradients already": trained,
+        "'0.weight' is sharded": sharded,
+        "the models differ": mlp() if rank else nn.Linear(3, 3),
+        "no trainable parameters": nn.ReLU(),
+    }
+    for message, model in cases.items():
+        with pytest.raises(ValueError, match=message):
+            tw.attach(model, "dense")
+
+
+def test_what_cannot_be_attached_is_refused_on_every_rank():
+    workers.run(_refused, 2)
+
+
+def test_attach_says_what_it_needs():
+    with pytest.raises(ValueError, match="needs a module, not str"):
+        tw.attach("model", "dense")
+    with pytest.raises(ValueError, match="init_process_group"):
+        tw.attach(nn.Linear(2, 2), "dense")
+
+
+def test_the_last_groups_are_small_and_no_gradient_comes_twice():
+    model = nn.ParameterList([nn.Parameter(torch.empty(1 << 18)) for _ in range(60)])  # a megabyte each
+    sync = SimpleNamespace(ledger=SimpleNamespace(names={p: str(i) for i, p in enumerate(model)}))
+    groups = backward.Backward(model, sync)._groups
+    assert [len(group) for group in groups] == [16, 16, 16, 8, 4]
+    order = [sync.ledger.names[p] for group in groups for p in group]
+    assert order == [str(i) for i in reversed(range(60))]
