@@ -45,7 +45,7 @@ class DQ(Method):
     """QSGD with bits that rise towards the end of the run and fall with the gradient's norm.
 
     Bytes: (W-1) d (budget/8 + 4/block), on average over the run
-    Use: runs of known length at a constant, high rate. At equal bits it has beaten ``qsgd`` on images, not on text.
+    Use: runs of known length at a constant, high rate, where it ends below ``qsgd`` at equal bits.
     Avoid: many workers, as ``qsgd``; runs of unknown length.
     """
 
