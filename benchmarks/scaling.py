@@ -4,8 +4,8 @@
 
 ``size``: one worker and no network, so the processor time of a step is what engine and method compute; beside copying
 the gradient once, in the same turn. ``hosts``: exchanges without training on 2, 4 and 8 hosts of a lab, beside what the
-collectives' formulas say. ``delay``: training on 4 hosts with 20 ms between them, in as many messages as thinwire
-chooses, against one for each of DDP's usual buckets of 25 MB.
+collectives' formulas say. ``delay``: training on 4 hosts with 20 ms between them, as thinwire chooses, against one
+message in a ring, and against one for each of DDP's usual buckets of 25 MB.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ BYTES_PER_SECOND = 100e6 / 8
 SPREAD = ["dense", "acp:rank=4", "dist-ef-block", "topk:ratio=0.01"]
 DELAYED = ["acp:rank=4", "dist-ef-block"]
 EACH_BUCKET = 1000
+WAYS = {"a bucket of 25 MB": EACH_BUCKET, "one": 1, "chosen": None}
 
 
 class Exchange:
@@ -154,8 +155,9 @@ def delayed() -> None:
     rank, world, workload = dist.get_rank(), dist.get_world_size(), load("lm", None, 0)
     entries = []
     for spec in DELAYED:
-        for megabytes, messages in ((25, EACH_BUCKET), (8, None)):
-            model = DDP(load("lm", None, 0).model, bucket_cap_mb=megabytes, gradient_as_bucket_view=True)
+        for messages in WAYS.values():
+            model = load("lm", None, 0).model
+            model = DDP(model, gradient_as_bucket_view=True) if messages == EACH_BUCKET else model
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             entries.append((spec, messages, model, optimizer, tw.attach(model, spec, optimizer, messages=messages)))
     seconds: list[list[float]] = [[] for _ in entries]
@@ -180,13 +182,13 @@ def delayed() -> None:
 
 def delay() -> None:
     print(f"\nlm on 4 hosts at {RATE} with {DELAY} of delay:\n")
-    print("| method | buckets | collectives a step | method's least | step, of 25 MB buckets' |\n|---|---|---|---|---|")
+    print("| method | messages | collectives a step | least of all | step, of 25 MB buckets' |\n|---|---|---|---|---|")
     shapes = {name: tuple(p.shape) for name, p in load("lm", None, 0).model.named_parameters()}
     fixed = {}
     for spec, messages, count, step in in_lab(4, "scaling", ["--inside", "delayed"], "--rate", RATE, "--delay", DELAY):
         fixed.setdefault(spec, step)
         least = len(tw.price(spec, shapes, 4))
-        how = "25 MB" if messages else "chosen"
+        how = next(name for name, given in WAYS.items() if given == messages)
         print(f"| `{spec}` | {how} | {count} | {least} | {step / fixed[spec]:.2f}x |")
 
 

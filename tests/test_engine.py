@@ -444,7 +444,9 @@ def test_the_best_number_of_messages_takes_the_least_time(ratio):
 def test_delay_makes_one_message_and_a_slow_wire_several(spec):
     shapes = {name: (256, 256) for name in "abcdefgh"}
     whole = price.rounds(tw.method(spec.removesuffix(",after=9")), shapes, 4)
-    far, thin = (SimpleNamespace(world=4, rank=0, measure=lambda f=f: f) for f in ((0.12, 1e-8), (1e-4, 1e-6)))
+    far, thin = (
+        SimpleNamespace(world=4, rank=0, straight=0.0, measure=lambda _, f=f: f) for f in ((0.12, 1e-8), (1e-4, 1e-6))
+    )
     one_round = spec.startswith("acp")
     assert plan(tw.method(spec), shapes, far).price == whole[0]
     assert plan(tw.method(spec), shapes, far).cuts() == []

@@ -77,9 +77,10 @@ def plan(
         return Plan(0.0, one_round)
     if messages is not None:
         return Plan(rounds[0], one_round, messages)
-    latency, seconds_per_byte = transport.measure()
+    latency, seconds_per_byte = transport.measure(sum(rounds))
     if transport.rank == 0:
-        log.info("latency %.2g ms, rate %.3g Mb/s", 1e3 * latency, 8e-6 / max(seconds_per_byte, 1e-12))
+        way = "straight" if transport.straight else "in a ring"
+        log.info("latency %.2g ms, rate %.3g Mb/s, %s", 1e3 * latency, 8e-6 / max(seconds_per_byte, 1e-12), way)
     return Plan(rounds[0], one_round, None, len(rounds) * latency, sum(rounds) * seconds_per_byte)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,11 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.core.lockstep import Collective, bytes_sent, cut
+from thinwire.runtime.hops import Hops
 
 PROBES = (1 << 16, 1 << 19)
 """Bytes of the all-reduces by which latency and rate are measured."""
 TRIES = 3
 """The first one also makes the connections."""
+CLEARLY = 0.8
+"""What going straight takes of a ring's time, at most, to be worth its group and its thread."""
 PATIENCE = 3.0
 """Seconds that the store has to answer a worker that fails."""
 
@@ -70,26 +74,36 @@ class Transport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """``group`` is the one that training uses; every member of it must call this."""
         self.device = device
+        self.straight = 0.0
+        """Bytes of a message up to which workers send to each other without going round a ring; see ``measure``."""
+        self._options: dict[str, Any] = {
+            "ranks": dist.get_process_group_ranks(group),
+            "timeout": group._get_backend(device).options._timeout,
+            "backend": dist.get_backend_config(group),
+            "use_local_synchronization": True,
+            "group_desc": "thinwire",
+        }
         # DDP and users issue collectives on `group` from other threads: sharing it would make their order a race.
-        self._group = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=group._get_backend(device).options._timeout,
-            backend=dist.get_backend_config(group),
-            use_local_synchronization=True,
-            group_desc="thinwire",
-        )
+        self._group = dist.new_group(**self._options)
+        self._second_group: dist.ProcessGroup | None = None
+        self._hops: Hops | None = None
         self.rank = dist.get_rank(self._group)
         self.world = dist.get_world_size(self._group)
         self._store = self._group.get_group_store()
 
     def start(self, collective: Collective) -> Pending:
-        buffer = collective.buffer
+        buffer, straight = collective.buffer, collective.bytes_sent(self.world) <= self.straight
         if collective.op == "all_reduce":
             buffer.mul_(1.0 / self.world)  # before the sum, which could overflow in 16 bits
+            if straight and self._hops is not None:
+                return Pending(*self._hops.all_reduce(buffer))
             return Pending(dist.all_reduce(buffer, group=self._group, async_op=True), buffer)
         if collective.op == "all_gather":
             answer = buffer.new_empty((self.world, *buffer.shape))
-            work = dist.all_gather_single(answer.view(-1), buffer, group=self._group, async_op=True)
+            if straight:  # the same bytes, in one hop
+                work = dist.all_to_all_single(answer, buffer.repeat(self.world, 1), group=self._group, async_op=True)
+            else:
+                work = dist.all_gather_single(answer.view(-1), buffer, group=self._group, async_op=True)
             return Pending(work, answer)
         if collective.op == "swap":
             return self._swap(collective)
@@ -109,11 +123,29 @@ class Transport:
         # NCCL makes one work of the batch, with a future
         return Pending(works[0] if works and self.device.type == "cuda" else _Together(works), answer)
 
-    def measure(self) -> tuple[float, float]:
+    def measure(self, size: float) -> tuple[float, float]:
         """The seconds of an all-reduce's latency, and of each byte that a worker sends in it; alike on all ranks.
 
-        The line through two sizes: one that is not small already has all the turns that a collective may take. Of
-        several tries the quickest, since what else runs on the machines can only add; of all ranks the slowest.
+        Where gloo's ring is not the fastest for a step of ``size`` bytes, messages like that go ``straight`` from now on.
+        """
+        latency, per_byte = self._line()
+        if self.device.type == "cuda" or self.world <= 2:  # NCCL chooses for itself, and two have no ring
+            return latency, per_byte
+        self._second_group = dist.new_group(**self._options)
+        self._hops, self.straight = Hops(self._group, self._second_group), math.inf
+        straight_latency, straight_per_byte = self._line()
+        if straight_latency + size * straight_per_byte < CLEARLY * (latency + size * per_byte):
+            self.straight = 2 * size  # steps may differ, but a dense warm-up would gain nothing and need more memory
+            return straight_latency, straight_per_byte
+        self._hops.close()
+        dist.destroy_process_group(self._second_group)
+        self._second_group, self._hops, self.straight = None, None, 0.0
+        return latency, per_byte
+
+    def _line(self) -> tuple[float, float]:
+        """Through two sizes: one that is not small already has all the turns that a collective may take.
+
+        Of several tries the quickest, since what else runs on the machines can only add; of all ranks the slowest.
         """
         gathered = self.gather_objects([self._seconds(size) for size in (4, *PROBES)])
         least, small, large = (max(times) for times in zip(*gathered, strict=True))
@@ -149,7 +181,10 @@ class Transport:
 
     def close(self) -> None:
         """Let go of the group: with its last holder gloo's threads end, before the interpreter does."""
-        self.__dict__.pop("_group", None)
+        if hops := self.__dict__.pop("_hops", None):
+            hops.close()
+        for name in ("_group", "_second_group"):
+            self.__dict__.pop(name, None)
 
     def report_failure(self, message: str) -> str:
         """Leave the reason where the others look for it, then break off, so that nobody waits for this worker.
@@ -161,9 +196,10 @@ class Transport:
         asking = threading.Thread(target=self._leave_reason, args=(reasons,), daemon=True)
         asking.start()
         asking.join(PATIENCE)
-        self._group.abort()
-        # gloo closes its connections, by which the others know, only when nobody holds the group any more
-        dist.destroy_process_group(self._group)
+        for group in filter(None, (self._group, self._second_group)):
+            group.abort()
+            # gloo closes its connections, by which the others know, only when nobody holds the group any more
+            dist.destroy_process_group(group)
         self.close()
         return reasons[-1]
 
