@@ -22,7 +22,7 @@ from thinwire.runtime.transport import Transport
 
 LONG_WIRE = mock.patch.object(Transport, "_line", lambda self: (0.1 if self.straight else 1.0, 0.0))
 """Where a ring takes ten times as long."""
-SHORT_WIRE = mock.patch.object(Transport, "_line", lambda self: (1.0, 0.0))
+SHORT_WIRE = mock.patch.object(Transport, "_line", return_value=(1.0, 0.0))
 
 
 def _threads():

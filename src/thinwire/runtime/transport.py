@@ -126,7 +126,7 @@ class Transport:
     def measure(self, size: float) -> tuple[float, float]:
         """The seconds of an all-reduce's latency, and of each byte that a worker sends in it; alike on all ranks.
 
-        Where gloo's ring is not the fastest for a step of ``size`` bytes, messages like that go ``straight`` from now on.
+        Where gloo's ring is not the fastest for a step of ``size`` bytes, its messages go ``straight`` from now on.
         """
         latency, per_byte = self._line()
         if self.device.type == "cuda" or self.world <= 2:  # NCCL chooses for itself, and two have no ring
