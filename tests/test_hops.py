@@ -20,19 +20,15 @@ from tests.rows import ROWS
 from thinwire.core.lockstep import Collective
 from thinwire.runtime.transport import Transport
 
-LONG_WIRE = mock.patch.object(Transport, "_line", lambda self: (0.1 if self.straight else 1.0, 0.0))
-"""Where a ring takes ten times as long."""
-SHORT_WIRE = mock.patch.object(Transport, "_line", return_value=(1.0, 0.0))
-
-
-def _threads():
-    return [thread for thread in threading.enumerate() if thread.name == "thinwire hops"]
+LONG_WIRE = mock.patch.object(Transport, "_line", lambda self, op: (1.0 if op == "all_reduce" else 0.1, 0.0))
+"""Where a ring takes ten times as long as a hop."""
+SHORT_WIRE = mock.patch.object(Transport, "_line", lambda self, op: (1.0 if op == "all_reduce" else 0.45, 0.0))
 
 
 def _reduced(rank, world, size, dtype):
     with LONG_WIRE:
         transport = Transport(dist.group.WORLD, torch.device("cpu"))
-        assert transport.measure(1e9) == (0.1, 0.0)
+        assert transport.measure(1e9) == (0.2, 0.0)
     given = [torch.randn(size + i, generator=torch.Generator().manual_seed(10 * rank + i)).to(dtype) for i in range(5)]
     pending = [transport.start(Collective("all_reduce", x.clone())) for x in given]  # all under way together
     found = [(x, one.result()) for x, one in zip(given, pending, strict=True)]
@@ -65,16 +61,13 @@ def _chosen(_rank, world):
             assert all(work.result().eq(1).all() for work in works)
             found.append((transport.straight, [type(work.work).__name__ == "Sum" for work in works]))
             transport.close()
-    deadline = time.monotonic() + 5
-    while _threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found, len(_threads())
+    return found, [thread.name for thread in threading.enumerate() if thread.name == "thinwire hops"]
 
 
 def test_only_where_it_is_faster_and_only_messages_such_as_it_was_chosen_for():
     for found, threads in workers.run(_chosen, 3):
         assert found == [(200, [True, False]), (0, [False, False])]
-        assert threads == 0
+        assert threads == []  # at interpreter exit one would be caught inside torch's C++ code
 
 
 def test_two_workers_have_no_ring():

@@ -25,7 +25,10 @@ class Hops:
         self._group = first
         self._world = dist.get_world_size(first)
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
-        threading.Thread(target=_second_hops, args=(self._items, second), name="thinwire hops", daemon=True).start()
+        self._thread = threading.Thread(
+            target=_second_hops, args=(self._items, second), name="thinwire hops", daemon=True
+        )
+        self._thread.start()
 
     def all_reduce(self, buffer: Tensor) -> tuple[Sum, Tensor]:
         """The sum, when its work is done."""
@@ -38,8 +41,9 @@ class Hops:
         return Sum(second), parts.view(-1)[: buffer.numel()]
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread. At interpreter exit it must not be caught inside torch's C++ code."""
         self._items.put(None)
+        self._thread.join(timeout=5)
 
 
 class Sum:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from thinwire.core.lockstep import Collective, bytes_sent, cut
 from thinwire.runtime.hops import Hops
 
 PROBES = (1 << 16, 1 << 19)
-"""Bytes of the all-reduces by which latency and rate are measured."""
+"""Bytes of the collectives by which latency and rate are measured."""
 TRIES = 3
 """The first one also makes the connections."""
 CLEARLY = 0.8
@@ -128,40 +127,37 @@ class Transport:
 
         Where gloo's ring is not the fastest for a step of ``size`` bytes, its messages go ``straight`` from now on.
         """
-        latency, per_byte = self._line()
+        latency, per_byte = self._line("all_reduce")
         if self.device.type == "cuda" or self.world <= 2:  # NCCL chooses for itself, and two have no ring
             return latency, per_byte
+        hop, hop_per_byte = self._line("all_to_all")
+        if 2 * hop + size * hop_per_byte >= CLEARLY * (latency + size * per_byte):
+            return latency, per_byte
         self._second_group = dist.new_group(**self._options)
-        self._hops, self.straight = Hops(self._group, self._second_group), math.inf
-        straight_latency, straight_per_byte = self._line()
-        if straight_latency + size * straight_per_byte < CLEARLY * (latency + size * per_byte):
-            self.straight = 2 * size  # steps may differ, but a dense warm-up would gain nothing and need more memory
-            return straight_latency, straight_per_byte
-        self._hops.close()
-        dist.destroy_process_group(self._second_group)
-        self._second_group, self._hops, self.straight = None, None, 0.0
-        return latency, per_byte
+        self._hops = Hops(self._group, self._second_group)
+        self.straight = 2 * size  # steps may differ, but a dense warm-up would gain nothing and need more memory
+        return 2 * hop, hop_per_byte
 
-    def _line(self) -> tuple[float, float]:
+    def _line(self, op: str) -> tuple[float, float]:
         """Through two sizes: one that is not small already has all the turns that a collective may take.
 
         Of several tries the quickest, since what else runs on the machines can only add; of all ranks the slowest.
         """
-        gathered = self.gather_objects([self._seconds(size) for size in (4, *PROBES)])
+        gathered = self.gather_objects([self._seconds(op, size) for size in (4, *PROBES)])
         least, small, large = (max(times) for times in zip(*gathered, strict=True))
-        sent = [bytes_sent("all_reduce", size, self.world) for size in PROBES]
+        sent = [bytes_sent(op, size, self.world) for size in PROBES]
         seconds_per_byte = max(0.0, large - small) / (sent[1] - sent[0])
         return max(least, small - seconds_per_byte * sent[0]), seconds_per_byte
 
-    def _seconds(self, size: int) -> float:
-        """Of an all-reduce of so many bytes."""
+    def _seconds(self, op: str, size: int) -> float:
+        """Of a collective of so many bytes."""
         tries = []
         for _ in range(TRIES):
-            buffer = torch.zeros(size // 4, device=self.device)
+            buffer = torch.zeros(self.world, max(1, size // 4 // self.world), device=self.device)
             if buffer.is_cuda:
                 torch.cuda.synchronize(self.device)
             start = time.perf_counter()
-            self.start(Collective("all_reduce", buffer)).result()
+            self.start(Collective(op, buffer if op == "all_to_all" else buffer.view(-1))).result()
             if buffer.is_cuda:
                 torch.cuda.synchronize(self.device)
             tries.append(time.perf_counter() - start)
