@@ -144,7 +144,7 @@ def _misuse(_rank, _world):
     sparse = _outcome(lambda: tw.attach(DDP(nn.Embedding(10, 4, sparse=True)), "acp"))
     whole = DDP(nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.complex64))]))
     imaginary = _outcome(lambda: tw.attach(whole, "acp"))
-    bare = _outcome(lambda: tw.attach(mlp(), "acp"))
+    no_module = _outcome(lambda: tw.attach(mlp().parameters(), "acp"))
     number = _outcome(lambda: tw.attach(DDP(mlp()), 4))
     plain = _outcome(lambda: tw.attach(DDP(mlp()), torch.optim.SGD(mlp().parameters(), lr=1)))
     trainable = DDP(mlp())
@@ -157,7 +157,7 @@ def _misuse(_rank, _world):
         "attach before": later,
         "sparse": sparse,
         "complex": imaginary,
-        "DistributedDataParallel": bare,
+        "needs a module": no_module,
         "spec": number,
         "SGD": plain,
         "trainable": idle,

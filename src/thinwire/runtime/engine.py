@@ -169,9 +169,13 @@ class Engine:
         try:
             action()
             while self._next.full and self._may_issue():
-                self._sending.append(self._next)
-                self._next = Message()
-                self._issue(self._sending[-1])
+                message, self._next = self._next, Message()
+                self._sending.append(message)
+                self._at = message.label
+                # packed no sooner: until now its gradients have lain where they are
+                with self.telemetry.compressing(message.label):
+                    message.collectives = message.lockstep.advance()
+                self._issue(message)
                 self._go_on()
         except Exception as error:
             self._fail(error)
@@ -205,11 +209,8 @@ class Engine:
             self._asked_by_step.append(self._asked)
             self._asked = self._passed = 0
             self._begins = True
-        if message.full:
-            with self.telemetry.compressing(message.label):
-                alone = len(message.jobs) == 1 and len(job.tensors) == 1
-                message.lockstep.scratch = job.tensors[0] if alone else None
-                message.collectives = message.lockstep.advance()
+        if message.full and len(message.jobs) == len(job.tensors) == 1:
+            message.lockstep.scratch = job.tensors[0]
 
     def _cut_anew(self) -> None:
         """Once it is known how long backward takes: before the same step on every rank, when nothing is under way."""
@@ -233,7 +234,6 @@ class Engine:
 
     def _issue(self, message: Message) -> None:
         """Send the next round, if there is one."""
-        self._at = message.label
         message.issued = time.perf_counter()
         message.remaining = len(message.collectives)
         message.pending = [self.transport.start(c) for c in message.collectives]
