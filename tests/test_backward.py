@@ -229,10 +229,13 @@ def test_attach_says_what_it_needs():
         tw.attach(nn.Linear(2, 2), "dense")
 
 
-def test_the_last_groups_are_small_and_no_gradient_comes_twice():
-    model = nn.ParameterList([nn.Parameter(torch.empty(1 << 18)) for _ in range(60)])  # a megabyte each
-    sync = SimpleNamespace(ledger=SimpleNamespace(names={p: str(i) for i, p in enumerate(model)}))
+@pytest.mark.parametrize(
+    ("count", "sizes"), [(3, [3]), (4, [4]), (6, [2, 4]), (15, [11, 4]), (16, [4, 8, 4]), (60, [16, 16, 16, 8, 4])]
+)
+def test_the_last_groups_are_small_and_none_comes_first_that_is(count, sizes):
+    """Of tensors of a megabyte; all of them, in the reverse of their order."""
+    model = nn.ParameterList([nn.Parameter(torch.empty(1 << 18)) for _ in range(count)])
+    sync = SimpleNamespace(ledger=SimpleNamespace(names={p: i for i, p in enumerate(model)}))
     groups = backward.Backward(model, sync)._groups
-    assert [len(group) for group in groups] == [16, 16, 16, 8, 4]
-    order = [sync.ledger.names[p] for group in groups for p in group]
-    assert order == [str(i) for i in reversed(range(60))]
+    assert [len(group) for group in groups] == sizes
+    assert [sync.ledger.names[p] for group in groups for p in group] == list(reversed(range(count)))

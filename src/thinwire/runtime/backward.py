@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from itertools import chain, repeat
 from typing import Any
 
@@ -25,9 +25,8 @@ class Backward:
     def __init__(self, module: nn.Module, sync: Synchronizer) -> None:
         sync.silent = False
         self._sync = sync
-        trained: Iterator[Tensor] = (p for p in module.parameters() if p in sync.ledger.names)
-        forward = grouped(trained, lambda p: p, chain(SIZES, repeat(SIZE)))
-        self._groups = [group[::-1] for group in reversed(forward)]
+        trained = (p for p in module.parameters() if p in sync.ledger.names)
+        self._groups = _groups(trained)
         self._group_of = {p: number for number, group in enumerate(self._groups) for p in group}
         self._futures: list[Future[Any]] = []
         self._due: list[set[Tensor]] = []
@@ -63,3 +62,14 @@ class Backward:
                 " unused, attach DistributedDataParallel(model, find_unused_parameters=True)"
             )
         wait_for(futures)
+
+
+def _groups(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    forward = grouped(parameters, lambda p: p, chain(SIZES, repeat(SIZE)))
+    if len(forward) > 2 and forward[-1][0].dtype == forward[-2][0].dtype and _bytes(forward[-1]) < SIZES[0]:
+        forward[-2:] = [forward[-2] + forward[-1]]  # a small one that comes first would hide nothing
+    return [group[::-1] for group in reversed(forward)]
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.nbytes for t in tensors)
