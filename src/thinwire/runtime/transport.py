@@ -20,8 +20,8 @@ PROBES = (1 << 16, 1 << 19)
 """Bytes of the collectives by which latency and rate are measured."""
 TRIES = 3
 """The first one also makes the connections."""
-CLEARLY = 0.8
-"""What going straight takes of a ring's time, at most, to be worth its group and its thread."""
+CLEARLY, LONG = 0.8, 0.01
+"""What going straight takes of a ring's time, at most, and what that is in seconds, at least, to be worth a thread."""
 PATIENCE = 3.0
 """Seconds that the store has to answer a worker that fails."""
 
@@ -128,7 +128,8 @@ class Transport:
         Where gloo's ring is not the fastest for a step of ``size`` bytes, its messages go ``straight`` from now on.
         """
         latency, per_byte = self._line("all_reduce")
-        if self.device.type == "cuda" or self.world <= 2:  # NCCL chooses for itself, and two have no ring
+        # NCCL chooses for itself, two have no ring, and where it is quick noise would choose
+        if self.device.type == "cuda" or self.world <= 2 or latency < LONG:
             return latency, per_byte
         hop, hop_per_byte = self._line("all_to_all")
         if 2 * hop + size * hop_per_byte >= CLEARLY * (latency + size * per_byte):
