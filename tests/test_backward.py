@@ -167,6 +167,20 @@ def test_a_parameter_with_two_gradients_is_named_on_every_rank():
         assert "'4.bias' has two gradients" in message
 
 
+def _taken(rank, _world):
+    model = mlp()
+    model[4].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None) if rank == 1 else None)
+    tw.attach(model, "dense")
+    with pytest.raises(tw.ExchangeError) as caught:
+        model(batch(rank, 0)[0]).sum().backward()
+    return str(caught.value)
+
+
+def test_a_gradient_that_another_hook_has_taken_is_missed_on_every_rank():
+    for message in workers.run(_taken, 2):
+        assert "'4.bias' has lost its gradient" in message
+
+
 def _local(rank, _world, wrapped):
     model = DDP(mlp()) if wrapped else mlp()
     optimizer = tw.optim.SlowMo(torch.optim.SGD(model.parameters(), lr=0.1), period=2, slow_momentum=0.5)

@@ -35,14 +35,14 @@ def check_same_in_all_groups(optimizer: torch.optim.Optimizer, name: str) -> Non
 def check_attached(optimizer: Any) -> None:
     if not optimizer.attached:
         kind = type(optimizer).__name__
-        raise RuntimeError(f"{kind} exchanges its momentum itself: call thinwire.attach(ddp, optimizer) first")
+        raise RuntimeError(f"{kind} exchanges its momentum itself: call thinwire.attach(model, optimizer) first")
 
 
 def workers_of(optimizer: Averager) -> Workers:
     """The workers that an attached optimizer averages with."""
     if optimizer.workers is None:
         kind = type(optimizer).__name__
-        raise RuntimeError(f"{kind} averages over the workers itself: call thinwire.attach(ddp, optimizer) first")
+        raise RuntimeError(f"{kind} averages over the workers itself: call thinwire.attach(model, optimizer) first")
     return optimizer.workers
 
 

@@ -41,9 +41,10 @@ class Backward:
             self._due = [set(group) for group in self._groups]
             # to be called when this backward is over, on the thread that began it, as DDP does
             Variable._execution_engine.queue_callback(self._finish)
-        due = self._due[self._group_of[parameter]]
+        due, name = self._due[self._group_of[parameter]], self._sync.ledger.names[parameter]
+        if parameter.grad is None:
+            self._sync.fail(f"parameter {name!r} has lost its gradient to another hook: nothing is left to average")
         if parameter not in due:
-            name = self._sync.ledger.names[parameter]
             self._sync.fail(f"parameter {name!r} has two gradients in one backward: was part of it run again?")
         due.remove(parameter)
         while len(self._futures) < len(self._due) and not self._due[len(self._futures)]:
