@@ -20,8 +20,11 @@ from thinwire.kernels.cpu.vector import LINE, prefetch
 
 U = np.uintp
 LONG = 4096
-"""Bytes of a row from which four rows share a reading of the factor: it no longer stays in the nearest cache while the
-matrix streams by. Shorter rows, four at a time, would hide from the machine that memory is read in order."""
+"""Bytes of a row beyond which four rows share a reading of the factor: it no longer stays in the nearest cache while
+the matrix streams by. Shorter rows, four at a time, would hide from the machine that memory is read in order."""
+SHORT = 2048
+"""Bytes of a row up to which asking for the next one while this one is multiplied does not hold up more than it
+spares."""
 
 
 def _wide(a: Any) -> Any:
@@ -49,15 +52,22 @@ def _same(a: Any) -> Any:
 
 
 @inlined
+def _pitch(m: Any) -> Any:
+    """From one row of a factor to the next: each starts at a line, or every vector that is read would lie in two, and
+    not a multiple of 4096 bytes apart, or all would want the same place in the nearest cache."""
+    return (m // U(LINE // 4) + U(2)) * U(LINE // 4)
+
+
+@inlined
 def _shape(x: Array, q: Array, columns: Any) -> Any:
     """n, m and the filled rank."""
     m = U(columns)
-    return U(len(x)) // m, m, U(len(q)) // m
+    return U(len(x)) // m, m, U(len(q)) // _pitch(m)
 
 
 @inlined
 def _shared(q: Array, m: Any) -> Any:
-    return m * U(q.itemsize) >= U(LONG)
+    return m * U(q.itemsize) > U(LONG)
 
 
 @inlined
@@ -75,17 +85,18 @@ def _product(x: Array, e: Array, ratio: Any, q: Array, P: Array, columns: Any) -
     even = n - n % U(4) if _shared(q, m) else U(0)
     for i in range(U(0), even, U(4)):
         for k in range(U(0), r, U(4)):
-            _dots_of_four(x, e, ratio, i * m, q, k * m, m, P, i * r + k, r)
+            _dots_of_four(x, e, ratio, i * m, q, k * _pitch(m), m, P, i * r + k, r)
     for i in range(even, n):
-        if even == U(0):
+        if m * U(e.itemsize) <= U(SHORT):
             _fetch(x, e, (i + U(1)) * m, m)
         for k in range(U(0), r, U(4)):
-            _dots(x, e, ratio, i * m, q, k * m, m, P, i * r + k)
+            _dots(x, e, ratio, i * m, q, k * _pitch(m), m, P, i * r + k)
 
 
 @inlined
 def _dots(x: Array, e: Array, ratio: Any, at: Any, q: Array, k0: Any, m: Any, P: Array, to: Any) -> None:
-    k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
+    s = _pitch(m)
+    k1, k2, k3 = k0 + s, k0 + U(2) * s, k0 + U(3) * s
     a0 = a1 = a2 = a3 = P.dtype.type(0)
     for j in range(m):
         a = _wide(x[at + j]) + ratio * e[at + j]
@@ -100,7 +111,8 @@ def _dots(x: Array, e: Array, ratio: Any, at: Any, q: Array, k0: Any, m: Any, P:
 def _dots_of_four(
     x: Array, e: Array, ratio: Any, at: Any, q: Array, k0: Any, m: Any, P: Array, to: Any, r: Any
 ) -> None:
-    k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
+    s = _pitch(m)
+    k1, k2, k3 = k0 + s, k0 + U(2) * s, k0 + U(3) * s
     bt, ct, dt = at + m, at + U(2) * m, at + U(3) * m
     a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = P.dtype.type(0)
     c0 = c1 = c2 = c3 = d0 = d1 = d2 = d3 = P.dtype.type(0)
@@ -136,17 +148,18 @@ def _transposed_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, colu
     even = n - n % U(4) if _shared(q, m) else U(0)
     for i in range(U(0), even, U(4)):
         for k in range(U(0), r, U(4)):
-            _add_four_rows(x, e, ratio, i * m, P, i * r + k, r, q, k * m, m)
+            _add_four_rows(x, e, ratio, i * m, P, i * r + k, r, q, k * _pitch(m), m)
     for i in range(even, n):
-        if even == U(0):
+        if m * U(e.itemsize) <= U(SHORT):
             _fetch(x, e, (i + U(1)) * m, m)
         for k in range(U(0), r, U(4)):
-            _add_row(x, e, ratio, i * m, P, i * r + k, q, k * m, m)
+            _add_row(x, e, ratio, i * m, P, i * r + k, q, k * _pitch(m), m)
 
 
 @compiled
 def _add_row(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, q: Array, k0: Any, m: Any) -> None:
-    k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
+    s = _pitch(m)
+    k1, k2, k3 = k0 + s, k0 + U(2) * s, k0 + U(3) * s
     a0, a1, a2, a3 = _four(P, to)
     for j in range(m):
         a = _wide(x[at + j]) + ratio * e[at + j]
@@ -160,7 +173,8 @@ def _add_row(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, q: Arra
 def _add_four_rows(
     x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, r: Any, q: Array, k0: Any, m: Any
 ) -> None:
-    k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
+    s = _pitch(m)
+    k1, k2, k3 = k0 + s, k0 + U(2) * s, k0 + U(3) * s
     bt, ct, dt = at + m, at + U(2) * m, at + U(3) * m
     a0, a1, a2, a3 = _four(P, to)
     b0, b1, b2, b3 = _four(P, to + r)
@@ -190,12 +204,13 @@ def _subtract_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, column
                 _subtract_row(x, e, ratio, h * m, P, h * r, q, m)
         for h in range(i, end if r > U(4) else i):
             for k in range(U(4), r, U(4)):
-                _add_to_row(e, h * m, P, h * r + k, q, k * m, m, e.dtype.type(-1))
+                _add_to_row(e, h * m, P, h * r + k, q, k * _pitch(m), m, e.dtype.type(-1))
 
 
 @inlined
 def _subtract_row(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, q: Array, m: Any) -> None:
-    k1, k2, k3 = m, U(2) * m, U(3) * m
+    s = _pitch(m)
+    k1, k2, k3 = s, U(2) * s, U(3) * s
     a0, a1, a2, a3 = _four(P, to)
     for j in range(m):
         sent = a0 * q[j] + a1 * q[k1 + j] + (a2 * q[k2 + j] + a3 * q[k3 + j])
@@ -204,7 +219,8 @@ def _subtract_row(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, q:
 
 @compiled
 def _subtract_four_rows(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: Any, r: Any, q: Array, m: Any) -> None:
-    k1, k2, k3, bt, ct, dt = m, U(2) * m, U(3) * m, at + m, at + U(2) * m, at + U(3) * m
+    s = _pitch(m)
+    k1, k2, k3, bt, ct, dt = s, U(2) * s, U(3) * s, at + m, at + U(2) * m, at + U(3) * m
     a0, a1, a2, a3 = _four(P, to)
     b0, b1, b2, b3 = _four(P, to + r)
     c0, c1, c2, c3 = _four(P, to + U(2) * r)
@@ -221,20 +237,26 @@ def _subtract_four_rows(x: Array, e: Array, ratio: Any, at: Any, P: Array, to: A
 def _settle_product(x: Array, e: Array, ratio: Any, P: Array, q: Array, M: Array, k: Array, columns: Any) -> None:
     n, m, r = _shape(x, q, columns)
     shared = _shared(q, m)
-    for i in range(n):
-        if not shared:
-            _fetch(x, e, (i + U(1)) * m, m)
-        _settle_row(x, e, ratio, i * m, P, M, i * r, q, k, m)
-        for h in range(U(4), r, U(4)):
-            _add_to_row(e, i * m, P, i * r + h, q, h * m, m, e.dtype.type(-1))
-            _add_to_row(x, i * m, M, i * r + h, k, h * m, m, x.dtype.type(1))
+    for i in range(U(0), n, U(4)):
+        end = min(i + U(4), n)
+        if shared and end == i + U(4):
+            _settle_four_rows(x, e, ratio, i * m, P, M, i * r, r, q, k, m)
+        else:
+            for h in range(i, end):
+                _fetch(x, e, (h + U(1)) * m, m)
+                _settle_row(x, e, ratio, h * m, P, M, h * r, q, k, m)
+        for h in range(i, end if r > U(4) else i):
+            for c in range(U(4), r, U(4)):
+                _add_to_row(e, h * m, P, h * r + c, q, c * _pitch(m), m, e.dtype.type(-1))
+                _add_to_row(x, h * m, M, h * r + c, k, c * _pitch(m), m, x.dtype.type(1))
 
 
 @compiled
 def _settle_row(
     x: Array, e: Array, ratio: Any, at: Any, P: Array, M: Array, to: Any, q: Array, k: Array, m: Any
 ) -> None:
-    k1, k2, k3 = m, U(2) * m, U(3) * m
+    s = _pitch(m)
+    k1, k2, k3 = s, U(2) * s, U(3) * s
     a0, a1, a2, a3 = _four(P, to)
     b0, b1, b2, b3 = _four(M, to)
     for j in range(m):
@@ -243,18 +265,28 @@ def _settle_row(
         x[at + j] = b0 * k[j] + b1 * k[k1 + j] + (b2 * k[k2 + j] + b3 * k[k3 + j])
 
 
+@compiled
+def _settle_four_rows(
+    x: Array, e: Array, ratio: Any, at: Any, P: Array, M: Array, to: Any, r: Any, q: Array, k: Array, m: Any
+) -> None:
+    _subtract_four_rows(x, e, ratio, at, P, to, r, q, m)
+    for h in range(U(4)):
+        _write_row(x, at + h * m, M, to + h * r, k, m)
+
+
 @inlined
 def _write_product(P: Array, q: Array, out: Array, columns: Any) -> None:
     n, m, r = _shape(out, q, columns)
     for i in range(n):
         _write_row(out, i * m, P, i * r, q, m)
         for k in range(U(4), r, U(4)):
-            _add_to_row(out, i * m, P, i * r + k, q, k * m, m, out.dtype.type(1))
+            _add_to_row(out, i * m, P, i * r + k, q, k * _pitch(m), m, out.dtype.type(1))
 
 
 @inlined
 def _write_row(out: Array, at: Any, P: Array, to: Any, q: Array, m: Any) -> None:
-    k1, k2, k3 = m, U(2) * m, U(3) * m
+    s = _pitch(m)
+    k1, k2, k3 = s, U(2) * s, U(3) * s
     a0, a1, a2, a3 = _four(P, to)
     for j in range(m):
         out[at + j] = a0 * q[j] + a1 * q[k1 + j] + (a2 * q[k2 + j] + a3 * q[k3 + j])
@@ -262,20 +294,30 @@ def _write_row(out: Array, at: Any, P: Array, to: Any, q: Array, m: Any) -> None
 
 @compiled
 def _add_to_row(out: Array, at: Any, P: Array, to: Any, q: Array, k0: Any, m: Any, alpha: Any) -> None:
-    k1, k2, k3 = k0 + m, k0 + U(2) * m, k0 + U(3) * m
+    s = _pitch(m)
+    k1, k2, k3 = k0 + s, k0 + U(2) * s, k0 + U(3) * s
     a0, a1, a2, a3 = _four(P, to)
     for j in range(m):
         out[at + j] += alpha * (a0 * q[k0 + j] + a1 * q[k1 + j] + (a2 * q[k2 + j] + a3 * q[k3 + j]))
 
 
 @compiled
+def _no_rows(m: Any, r: Any, like: Array) -> Array:
+    """Zeros, for the columns of a factor of m x r and those that fill up the rank; they start at a line."""
+    count, spare = (r + 3) // 4 * 4 * int(_pitch(U(m))), LINE // like.itemsize
+    memory = np.zeros(count + spare, like.dtype)
+    start = -(memory.ctypes.data // like.itemsize) % spare
+    return memory[start : start + count]
+
+
+@compiled
 def _rows(Q: Array, r: Any) -> Array:
     """The columns of Q end to end, and as many of zeros as fill up the rank."""
     m = len(Q) // r
-    rows = np.zeros((r + 3) // 4 * 4 * m, Q.dtype)
+    rows, pitch = _no_rows(m, r, Q), _pitch(U(m))
     for j in range(m):
         for k in range(r):
-            rows[k * m + j] = Q[j * r + k]
+            rows[U(k) * pitch + U(j)] = Q[j * r + k]
     return rows
 
 
@@ -311,11 +353,11 @@ def transposed_product_each(places: Array, ratios: Array, like: Array, wide: Arr
         at, ratio = places[i], wide.dtype.type(ratios[i, 0])
         n, m, r = at[4], at[5], at[6]
         x, e, P = numbers(at[0], n * m, like), numbers(at[1], n * m, wide), numbers(at[2], n * r, wide)
-        Q, rows = numbers(at[3], m * r, wide), np.zeros((r + 3) // 4 * 4 * m, wide.dtype)
+        Q, rows, pitch = numbers(at[3], m * r, wide), _no_rows(m, r, wide), _pitch(U(m))
         _transposed_product(x, e, ratio, _filled(P, r), rows, m)
         for j in range(m):
             for k in range(r):
-                Q[j * r + k] = rows[k * m + j]
+                Q[j * r + k] = rows[U(k) * pitch + U(j)]
 
 
 @compiled
