@@ -56,13 +56,13 @@ def setup(plan=Plan()):  # noqa: B008
     network, started, finished = Network(), [], []
     engine = Engine(network, Telemetry(), "test", plan)
 
-    def submit(number, last=False, one_round=False):
+    def submit(number, last=False, one_round=False, closes=None):
         def start():
             started.append(number)
             return [rounds(number, 1 if one_round else 2)]
 
         finish = lambda _: finished.append(number)  # noqa: E731
-        engine.submit(Job(str(number), start, finish, lambda: None, print, [], last, one_round))
+        engine.submit(Job(str(number), start, finish, lambda: None, print, [], last, one_round, closes))
 
     return network, started, finished, engine, submit
 
@@ -212,4 +212,36 @@ def test_a_step_is_cut_by_what_the_last_but_one_asked_for():
                 network.answer()
             time.sleep(0.001)
     assert network.issued[-4:] == [1, 2, [1, 2, 3], [4, 5, 6]]
+    engine.close()
+
+
+def test_a_bucket_that_says_whether_its_message_ends_there_is_believed():
+    """Whatever the plan's cuts are; but one that asks for more than the price, as a warm-up does, is not held."""
+    network, _, finished, engine, submit = setup(Plan(price=24, one_round=True, messages=3))
+    for number in range(1, 7):
+        submit(number, last=number == 6, one_round=True, closes=number in (1, 5))
+    for left in (2, 1):
+        until(lambda: len(network.open) == 2)
+        network.answer()
+        until(lambda: len(network.issued) == 4 - left)  # noqa: B023
+    assert network.issued == [1, [2, 3, 4, 5], 6]
+    while len(finished) < 6:
+        if network.open:
+            network.answer()
+    engine.plan = Plan(price=2, one_round=True)
+    for number in (7, 8):
+        submit(number, last=number == 8, one_round=True, closes=False)
+    until(lambda: network.issued[3:] == [7, 8])
+    engine.close()
+
+
+def test_backward_is_timed_from_its_first_gradient():
+    _, _, _, engine, submit = setup()
+    engine.begin()
+    time.sleep(0.05)
+    submit(1, last=True)
+    assert 0.05 <= engine._backward < 5
+    time.sleep(0.05)
+    submit(2, last=True)  # where nobody says when it began, from its first bucket
+    assert engine._backward < 0.05
     engine.close()

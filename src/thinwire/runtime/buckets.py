@@ -29,6 +29,8 @@ class Bucket(NamedTuple):
     memory: list[Tensor]
     """One buffer that holds them end to end, or each by itself."""
     last: bool
+    closes: bool | None = None
+    """Whether a message ends with it; None where the engine is to join buckets as it sees fit."""
 
 
 T = TypeVar("T")

@@ -56,6 +56,8 @@ class Job:
     """Whether it is the last of its step."""
     one_round: bool = False
     """Whether that is known of its exchange, on every rank alike."""
+    closes: bool | None = None
+    """Whether its message ends with it; None where that follows from sizes."""
     ready: Any = None
 
     def __post_init__(self) -> None:
@@ -114,7 +116,7 @@ class Engine:
         self._passed = 0
         self._begins = True
         self._until_known = KNOWN + 1 if plan.messages is None else 0
-        self._first_submitted: float | None = None
+        self._first_gradient: float | None = None
         self._backward = 0.0
         self._at = ""
         self._last_submitted = 0.0
@@ -125,14 +127,18 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="thinwire", daemon=True)
         self._thread.start()
 
+    def begin(self) -> None:
+        """A step's first gradient is there. Without this, its first bucket is taken for that."""
+        self._first_gradient = time.perf_counter()
+
     def submit(self, job: Job) -> None:
         if self.error is not None:
             raise self.error
         now = time.perf_counter()
-        if self._first_submitted is None:
-            self._first_submitted = now
+        if self._first_gradient is None:
+            self._first_gradient = now
         if job.last:
-            self._backward, self._first_submitted = now - self._first_submitted, None
+            self._backward, self._first_gradient = now - self._first_gradient, None
             self._last_submitted = now
             self._compressed_before = self.telemetry.counters.seconds_compressing
         self._events.put(job)
@@ -204,7 +210,8 @@ class Engine:
         part = (self._asked + asked / 2) / max(1, self._asked_by_step[0])
         before, self._passed = self._passed, bisect_right(self.cuts, part)
         # more than a method's turns may differ by: a dense warm-up
-        message.full = job.last or self._passed > before or self._asked >= TURNS * self.plan.price
+        ends = self._passed > before if job.closes is None else job.closes
+        message.full = job.last or ends or self._asked >= TURNS * self.plan.price
         if job.last:
             self._asked_by_step.append(self._asked)
             self._asked = self._passed = 0

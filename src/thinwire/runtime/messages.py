@@ -25,8 +25,10 @@ from thinwire.runtime.transport import Transport
 
 log = logging.getLogger("thinwire")
 
-MARGIN = 2.0
+MARGIN = 1.5
 """How much longer bytes may take in training, which shares processors and memory with the transport."""
+CALLS = 1e-3
+"""Seconds of a round beyond its latency: calls, and threads that wait for a processor which trains."""
 MOST_UNEQUAL = 16.0
 """Of two messages' sizes: beyond it a second one is hardly any bytes."""
 
@@ -81,7 +83,7 @@ def plan(
     if transport.rank == 0:
         way = "straight" if transport.straight else "in a ring"
         log.info("latency %.2g ms, rate %.3g Mb/s, %s", 1e3 * latency, 8e-6 / max(seconds_per_byte, 1e-12), way)
-    return Plan(rounds[0], one_round, None, len(rounds) * latency, sum(rounds) * seconds_per_byte)
+    return Plan(rounds[0], one_round, None, len(rounds) * (latency + CALLS), sum(rounds) * seconds_per_byte)
 
 
 def best(latency: float, wire: float, ratio: float = 1.0) -> int:

@@ -86,6 +86,17 @@ class Synchronizer:
         """Whether it has a model and a process group."""
         return self._engine is not None
 
+    @property
+    def cuts(self) -> list[float] | None:
+        """The parts of a gradient after which messages had best end; None where buckets are joined as they come."""
+        assert self._engine is not None
+        return self._engine.cuts if self._plan.price and self._plan.messages is None else None
+
+    def begin(self) -> None:
+        """The first gradient of a step is there."""
+        assert self._engine is not None
+        self._engine.begin()
+
     def identity(self) -> str:
         """What must be alike on all workers."""
         by = f"{self.averager!r} by " if self.averager is not None else ""
@@ -267,7 +278,8 @@ class Synchronizer:
 
         label = f"bucket {bucket.number} ({parts[0].name} ...)" if parts else f"bucket {bucket.number}"
         one_round = method is None and self._plan.one_round
-        return Job(label, start, finish, release, future.set_result, bucket.memory, bucket.last, one_round)
+        memory, last, closes = bucket.memory, bucket.last, bucket.closes
+        return Job(label, start, finish, release, future.set_result, memory, last, one_round, closes)
 
     def _whole_job(self, held: list[tuple[Bucket, Future[Any]]]) -> Job:
         order = {name: i for i, name in enumerate(self.ledger.names.values())}
