@@ -99,9 +99,9 @@ def share(workload: Workload, method: str, steps: int) -> tuple[float, float, fl
     """Of the process's time, medians over the steps: the engine's, the compiled loops' in it, and the rest."""
     model, hooks, arrive = workload.model, [0.0], Backward._arrive
 
-    def clocked_arrive(self: Backward, parameter: Tensor) -> None:
+    def clocked_arrive(self: Backward, number: int, parameter: Tensor) -> None:
         start = time.thread_time()
-        arrive(self, parameter)
+        arrive(self, number, parameter)
         hooks[0] += time.thread_time() - start
 
     with mock.patch.object(Backward, "_arrive", clocked_arrive):

@@ -252,22 +252,19 @@ def test_the_last_groups_are_small_and_none_comes_first_that_is(count, sizes):
     """Of tensors of a megabyte; all of them, in the reverse of their order."""
     model = nn.ParameterList([nn.Parameter(torch.empty(1 << 18)) for _ in range(count)])
     sync = SimpleNamespace(ledger=SimpleNamespace(names={p: i for i, p in enumerate(model)}), cuts=None)
-    groups = backward.Backward(model, sync)._groups
-    assert [len(group) for group in groups] == sizes
-    assert [sync.ledger.names[p] for group in groups for p in group] == list(reversed(range(count)))
+    adapter = backward.Backward(model, sync)
+    assert [len(group) for group in adapter._groups] == sizes
+    handed_over = [adapter._trained[i] for group in adapter._groups for i in group]
+    assert [sync.ledger.names[p] for p in handed_over] == list(reversed(range(count)))
 
 
 def test_groups_are_the_messages_that_the_cuts_ask_for():
     """A parameter goes where its middle is; what is large is divided, and closes its message only in the end."""
     model = [torch.empty(size << 18) for size in (1, 1, 2, 16, 10, 10)]  # megabytes
-    groups, closing = backward._by_cuts(model, [0.3, 0.85, 0.851, 1.0])  # of 40: at 12 and 34
-    places = {id(p): i for i, p in enumerate(model)}
-    assert [[places[id(p)] for p in group] for group in groups] == [[0, 1, 2], [3], [4], [5]]
-    assert closing == {0, 2, 3}
-    assert backward._by_cuts(model[:3], [])[1] == {0}
+    assert backward._by_cuts(model, [0.3, 0.85, 0.851, 1.0]) == ([3, 1, 1, 1], {0, 2, 3})  # of 40: at 12 and 34
+    assert backward._by_cuts(model[:3], []) == ([3], {0})
     mixed = [torch.empty(4), torch.empty(4, dtype=torch.bfloat16)]
-    groups, closing = backward._by_cuts(mixed, [])
-    assert len(groups) == 2 and closing == {1}
+    assert backward._by_cuts(mixed, []) == ([1, 1], {1})
 
 
 def _cut_anew(rank, _world):
@@ -276,7 +273,7 @@ def _cut_anew(rank, _world):
     sync._engine.plan = dataclasses.replace(sync._engine.plan, latency=1e-6, wire=1e-5)
     sync._engine.cuts = sync._engine.plan.cuts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    adapter = next(iter(next(model.parameters())._post_accumulate_grad_hooks.values())).__self__
+    adapter = next(iter(next(model.parameters())._post_accumulate_grad_hooks.values())).func.__self__
     for step in range(KNOWN + 4):
         train_step(model, optimizer, rank, step)
         found.append([len(group) for group in adapter._groups])

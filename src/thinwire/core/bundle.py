@@ -8,12 +8,13 @@ itself, from the answers that came for all, so that a bad number voids no tensor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch._utils import _flatten_dense_tensors
 
 from thinwire.core.exchange import exchange
 from thinwire.core.method import Context, Method, State
@@ -99,42 +100,34 @@ class Layout:
     def __init__(self, xs: Sequence[Tensor], pieces: int) -> None:
         self.xs = xs
         self._pieces = pieces
-        self._columns = [-(-x.numel() // pieces) for x in xs]
+        self._columns = tuple(-(-x.numel() // pieces) for x in xs)
         self._starts = [0, *accumulate(self._columns)]
 
-    def end_to_end(self, tensors: Sequence[Tensor]) -> Tensor:
+    def end_to_end(self, tensors: Sequence[Tensor], pieces: int | None = None) -> Tensor:
         """As one vector, with zeros where a piece is short."""
-        rows = zip(tensors, self._columns, strict=True)
-        return torch.cat([_filled(t, self._pieces * columns).view(-1, columns) for t, columns in rows], dim=1).view(-1)
+        flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+        size = (self._pieces if pieces is None else pieces) * self._starts[-1]
+        return flat.new_zeros(size).index_copy_(0, self._places(tensors), flat)
 
     def copy(self, vector: Tensor, outs: Sequence[Tensor]) -> None:
         """Back to where they came from."""
-        wholes, parts = [], []
-        for out, part in zip(outs, torch.split(vector.view(self._pieces, -1), self._columns, dim=1), strict=True):
-            short = part.numel() > out.numel()
-            wholes.append(out.view(-1) if short else out.view(part.shape))
-            parts.append(part.reshape(-1)[: out.numel()] if short else part)
-        torch._foreach_copy_(wholes, parts)
+        parts = torch.split_with_sizes(vector[self._places(outs)], [out.numel() for out in outs])
+        torch._foreach_copy_([out if out.dim() == 1 else out.view(-1) for out in outs], parts)
 
     def join(self, states: Sequence[Any]) -> Any:
         """The state of all: its tensors are like the x's, or like one piece of each."""
         if isinstance(states[0], tuple):
             joined = [self.join(fields) for fields in zip(*states, strict=True)]
             return type(states[0])(*joined) if joined else states[0]
-        if self._whole(states):
-            return self.end_to_end(states)
-        return torch.cat([_filled(t, columns) for t, columns in zip(states, self._columns, strict=True)])
+        return self.end_to_end(states, None if states[0].shape == self.xs[0].shape else 1)
 
     def part(self, joined: Any, states: Sequence[Any]) -> None:
         """Copy it back."""
         if isinstance(joined, tuple):
             for field, fields in zip(joined, zip(*states, strict=True), strict=True):
                 self.part(field, fields)
-        elif self._whole(states):
-            self.copy(joined, states)
         else:
-            parts = zip(torch.split(joined, self._columns), states, strict=True)
-            torch._foreach_copy_(list(states), [part[: state.numel()] for part, state in parts])
+            self.copy(joined, states)
 
     def own(self, i: int, reply: Any) -> Any:
         """The share of part ``i``."""
@@ -143,10 +136,16 @@ class Layout:
             return reply.view(self._pieces, -1)[:, start:end].reshape(-1)[: x.numel()].view(x.shape)
         return type(reply)(*(t[:, start:end] for t in reply))
 
-    def _whole(self, tensors: Sequence[Tensor]) -> bool:
-        return tensors[0].shape == self.xs[0].shape
+    def _places(self, tensors: Sequence[Tensor]) -> Tensor:
+        return _places(tuple(t.numel() for t in tensors), self._columns, tensors[0].device)
 
 
-def _filled(t: Tensor, size: int) -> Tensor:
-    """With zeros, up to that many numbers."""
-    return pad(t.reshape(-1), (0, size - t.numel())) if t.numel() < size else t
+@lru_cache(maxsize=256)
+def _places(sizes: Sequence[int], columns: Sequence[int], device: torch.device) -> Tensor:
+    """Where the numbers of tensors that lie end to end stand in the vector of all. One index in place of many views."""
+    starts, whole = accumulate(columns, initial=0), sum(columns)
+    places = []
+    for size, own, start in zip(sizes, columns, starts, strict=False):
+        numbers = torch.arange(size)
+        places.append(numbers // own * whole + start + numbers % own)
+    return torch.cat(places).to(device)

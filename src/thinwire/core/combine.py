@@ -93,7 +93,7 @@ class ErrorFeedback(Wrapper):
         out, inner = yield from self.inner.reduce(p if self.inner.adds else p.out, state.inner, ctx)  # type: ignore[arg-type]
         if ctx.lr != 0 and finite(out.mean):  # at a rate of 0 nothing is applied, so nothing is withheld
             mean = yield Batched(settle_each, (p, out.sent, out.mean, state.error, ctx.keep))
-            out = out._replace(mean=mean)
+            out = Reduced(mean, out.sent)
         return out, ErrorFeedbackState(state.error, inner)
 
     def withheld(self, x: Tensor, state: ErrorFeedbackState, ctx: Context) -> Tensor:

@@ -154,7 +154,7 @@ class TwoWay(Method):
         return TwoWayState(x.new_zeros(_chunk_sizes(x.numel(), ctx.world)[ctx.rank]))
 
     def reduce(self, x: Tensor | Sum, state: TwoWayState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
-        C, columns = self.compressor, _chunk_sizes(x.numel(), ctx.world)[0]
+        C, columns = self.compressor, _columns(x.numel(), ctx.world)
         pushed = yield Batched(C.encode, (x.flatten(), ctx.world, columns))
         received = yield AllToAll(pushed)
 
@@ -229,6 +229,10 @@ def bounded_ratio(ctx: Context, most: float | None) -> float:
     return 1.0 if most is None else min(ctx.lr_ratio, most)
 
 
+def _columns(numel: int, world: int) -> int:
+    return max(1, -(-numel // world))
+
+
 def _chunk_sizes(numel: int, world: int) -> list[int]:
-    columns = max(1, -(-numel // world))
+    columns = _columns(numel, world)
     return [min(columns, max(0, numel - i * columns)) for i in range(world)]

@@ -84,7 +84,7 @@ class Sum:
     that can do without leaves it unmade.
     """
 
-    __slots__ = ("_made", "_memory", "_whole", "error", "fits", "ratio", "x")
+    __slots__ = ("_flat", "_made", "_memory", "_whole", "error", "fits", "ratio", "x")
 
     def __init__(self, x: Tensor, error: Tensor, ratio: float, whole: Sum | None = None) -> None:
         self.x = x
@@ -94,6 +94,7 @@ class Sum:
         self.fits = whole is None and x.dtype == error.dtype and x.is_contiguous()
         """Whether the memory of ``x`` is that of p."""
         self._memory: Tensor | None = x if self.fits else None
+        self._flat: dict[int, Sum] = {}
         self._made = False
 
     @property
@@ -131,7 +132,9 @@ class Sum:
         """The same sum, over the same memory."""
         if self.x.dim() == start + 1:
             return self
-        return Sum(self.x.flatten(start), self.error.flatten(start), self.ratio, self)
+        if start not in self._flat:
+            self._flat[start] = Sum(self.x.flatten(start), self.error.flatten(start), self.ratio, self)
+        return self._flat[start]
 
     def value(self) -> Tensor:
         """p, in memory of its own as long as it is not made."""
@@ -168,6 +171,8 @@ def write_each(batch: Sequence[tuple[Tensor, Value]]) -> None:
     """The same for many."""
     together: dict[Any, list[tuple[Any, Tensor]]] = {}
     for out, value in batch:
+        if value is out or (type(value) is Written and value.memory is out):
+            continue
         if hasattr(value, "write_each") and out.is_contiguous() and out.dtype in WIDE:
             together.setdefault(type(value), []).append((value, out))
         else:
@@ -233,7 +238,9 @@ def made(value: Value, like: Tensor) -> Tensor:
 
 def finite_each(tensors: Sequence[Tensor]) -> list[bool]:
     """Whether all of each tensor is finite."""
-    if finite(torch.cat([t.reshape(-1) for t in tensors])):
+    rows = tensors[0].shape[:-1]
+    alike = rows and all(t.shape[:-1] == rows for t in tensors)
+    if finite(torch.cat(list(tensors) if alike else [t.reshape(-1) for t in tensors], dim=-1)):
         return [True] * len(tensors)
     return [finite(t) for t in tensors]
 

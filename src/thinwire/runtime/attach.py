@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -61,4 +63,5 @@ def _has_hook(model: nn.Module) -> bool:
     if isinstance(model, DistributedDataParallel):
         return bool(model._comm_hooks) or not model.require_backward_grad_sync
     hooks = (hook for p in model.parameters() for hook in (p._post_accumulate_grad_hooks or {}).values())
-    return any(isinstance(getattr(hook, "__self__", None), Backward) for hook in hooks)
+    functions = (hook.func if isinstance(hook, partial) else hook for hook in hooks)
+    return any(isinstance(getattr(function, "__self__", None), Backward) for function in functions)

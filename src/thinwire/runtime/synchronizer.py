@@ -70,7 +70,7 @@ class Synchronizer:
         self._messages = messages
         self._plan = Plan()
         self._optimizer = optimizer
-        self._groups: dict[Tensor, int] = {}
+        self._groups: dict[str, int] = {}
         self._engine: Engine | None = None
         self._agreed = False
         self._may_be_absent = False
@@ -117,7 +117,9 @@ class Synchronizer:
             self.ledger.adopt(module)
         if self._optimizer is not None:
             # by number: an optimizer that loads a state makes new dicts of its groups
-            self._groups = {p: i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
+            groups = enumerate(self._optimizer.param_groups)
+            number_of = {p: number for number, group in groups for p in group["params"]}
+            self._groups = {name: number_of[p] for p, name in self.ledger.names.items() if p in number_of}
         if self._owner is not None:
             self._owner.attached = True
         self._may_be_absent = may_be_absent
@@ -258,7 +260,7 @@ class Synchronizer:
     def _job(self, bucket: Bucket, future: Future[Any], method: Method | None) -> Job:
         step = self.ledger.step
         parts = [part for part in bucket.parts if part.grad.numel()]
-        contexts = [self._context(part.name, part) for part in parts]
+        contexts = self._contexts([(part.name, part) for part in parts])
         begun: list[Start] = []
 
         def start() -> list[Exchange[Any]]:
@@ -284,7 +286,7 @@ class Synchronizer:
     def _whole_job(self, held: list[tuple[Bucket, Future[Any]]]) -> Job:
         order = {name: i for i, name in enumerate(self.ledger.names.values())}
         parts = sorted((part for bucket, _ in held for part in bucket.parts), key=lambda p: order[p.name])
-        ctx = self._context(WHOLE, parts[0])
+        (ctx,) = self._contexts([(WHOLE, parts[0])])
 
         def start() -> list[Exchange[tuple[Value, State]]]:
             self._agree(ctx.step)
@@ -333,7 +335,7 @@ class Synchronizer:
         return part.grad if self._owner is None else self._owner.outgoing(part.parameter, part.grad)
 
     def _count(self, bucket: Bucket) -> None:
-        size = sum(x.numel() * x.element_size() for x in bucket.memory)
+        size = sum(x.nbytes for x in bucket.memory)
         self.telemetry.counters.bytes_dense += bytes_sent("all_reduce", size, self._place()[1])
 
     def _agree(self, step: int) -> None:
@@ -345,11 +347,16 @@ class Synchronizer:
                 raise ValueError(f"the workers stand at different steps: {steps}, by rank")
             self._agreed = True
 
-    def _context(self, name: str, part: Part) -> Context:
-        lr = None
-        if self._optimizer is not None and part.parameter in self._groups:
-            lr = float(self._optimizer.param_groups[self._groups[part.parameter]]["lr"])
-        return self.ledger.context(name, *self._place(), lr, part.grad.dtype)
+    def _contexts(self, parts: Sequence[tuple[str, Part]]) -> list[Context]:
+        """Of what is reduced under each name, by the learning rate of that part."""
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups] if self._optimizer is not None else []
+        rank, world = self._place()
+        found = []
+        for name, part in parts:
+            number = self._groups.get(part.name)
+            lr = None if number is None else rates[number]
+            found.append(self.ledger.context(name, rank, world, lr, part.grad.dtype))
+        return found
 
     def _place(self) -> tuple[int, int]:
         if self._engine is None:

@@ -32,17 +32,19 @@ class Table:
     """A kernel's arguments: places and sizes, and factors, a row of each for every tensor, by the tensors' kinds."""
 
     def __init__(self) -> None:
-        self._rows: dict[Any, tuple[list[Sequence[int]], list[Sequence[float]]]] = {}
+        self._rows: dict[Any, tuple[int, list[int], list[float]]] = {}
+        """The number of rows, and these end to end, which makes an array in half the time that a list of rows takes."""
         self._held: list[Tensor] = []
 
     def __iter__(self) -> Iterator[tuple[Any, Array, Array]]:
-        for kind, (places, factors) in self._rows.items():
-            yield kind, np.array(places, np.intp), np.array(factors, np.float64)
+        for kind, (count, places, factors) in self._rows.items():
+            yield kind, np.array(places, np.intp).reshape(count, -1), np.array(factors, np.float64).reshape(count, -1)
 
     def add(self, kind: Any, places: Sequence[int], factors: Sequence[float] = ()) -> None:
-        found = self._rows.setdefault(kind, ([], []))
-        found[0].append(places)
-        found[1].append(factors)
+        count, all_places, all_factors = self._rows.get(kind) or (0, [], [])
+        all_places += places
+        all_factors += factors
+        self._rows[kind] = count + 1, all_places, all_factors
 
     def at(self, x: Tensor | None) -> int:
         """Where its memory is, or a copy's that lives as long as the table, where it is strided."""
