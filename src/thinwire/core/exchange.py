@@ -33,6 +33,8 @@ def exchange(
     reduction = method.reduce(x if method.widens else wide(x), state, ctx)
     if present is None:
         out, new = yield from reduction
+        if new is state:  # nothing to protect: looking at a dense mean would be a pass over all of it
+            return out.mean, state
         absent = None
     else:
         request = next(reduction)
