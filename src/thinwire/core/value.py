@@ -84,7 +84,7 @@ class Sum:
     that can do without leaves it unmade.
     """
 
-    __slots__ = ("_flat", "_made", "_memory", "_whole", "error", "fits", "ratio", "x")
+    __slots__ = ("_made", "_memory", "_whole", "error", "fits", "ratio", "x")
 
     def __init__(self, x: Tensor, error: Tensor, ratio: float, whole: Sum | None = None) -> None:
         self.x = x
@@ -94,7 +94,6 @@ class Sum:
         self.fits = whole is None and x.dtype == error.dtype and x.is_contiguous()
         """Whether the memory of ``x`` is that of p."""
         self._memory: Tensor | None = x if self.fits else None
-        self._flat: dict[int, Sum] = {}
         self._made = False
 
     @property
@@ -132,9 +131,7 @@ class Sum:
         """The same sum, over the same memory."""
         if self.x.dim() == start + 1:
             return self
-        if start not in self._flat:
-            self._flat[start] = Sum(self.x.flatten(start), self.error.flatten(start), self.ratio, self)
-        return self._flat[start]
+        return Sum(self.x.flatten(start), self.error.flatten(start), self.ratio, self)
 
     def value(self) -> Tensor:
         """p, in memory of its own as long as it is not made."""
