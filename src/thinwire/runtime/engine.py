@@ -170,6 +170,7 @@ class Engine:
                 else:
                     event.message.remaining -= 1
                     self._attempt(self._go_on)
+                del event  # or it would hold a step's gradients until the next one's come
 
     def _attempt(self, action: Callable[[], None]) -> None:
         try:
