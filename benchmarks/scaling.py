@@ -162,7 +162,7 @@ def delayed() -> None:
             entries.append((spec, messages, model, optimizer, tw.attach(model, spec, optimizer, messages=messages)))
     seconds: list[list[float]] = [[] for _ in entries]
     counts = [0] * len(entries)
-    for step in range(7):
+    for step in range(14):
         for i, (_, _, model, optimizer, sync) in enumerate(entries):
             dist.barrier()
             before, start = sync.stats()["collectives"], time.perf_counter()
