@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
+import time
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
@@ -287,3 +290,22 @@ def test_groups_follow_the_cuts_when_these_are_known_better_on_all_ranks_alike()
     assert groups[0] == groups[KNOWN] != groups[KNOWN + 1] == groups[-1]
     assert len(groups[0]) > 1
     assert torch.equal(model, other_model)
+
+
+def _let_go(rank, _world, spec):
+    gc.disable()  # a circle of references would hold them too
+    model = mlp()
+    tw.attach(model, spec)
+    for step in range(3):
+        model(batch(rank, step)[0]).square().mean().backward()
+        held = {name: StorageWeakRef(p.grad.untyped_storage()) for name, p in model.named_parameters()}
+        model.zero_grad()
+        deadline = time.monotonic() + 5  # the engine's thread may not have come back yet
+        while not all(ref.expired() for ref in held.values()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    return [name for name, ref in held.items() if not ref.expired()]
+
+
+@pytest.mark.parametrize("spec", ["dense", "acp:rank=2", "dist-ef-block", "dist-ef-block:momentum=0.9", "topk"])
+def test_nothing_holds_a_gradient_that_training_has_dropped(spec):
+    assert workers.run(_let_go, 2, spec) == [[], []]

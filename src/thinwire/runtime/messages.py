@@ -2,7 +2,7 @@
 
 Backward hides all messages but the last. Let gradients arrive over B seconds, and the bytes take T on the wire: then a
 message may be B / T times as large as the next, and has left the wire when that one comes. Cut so into N, by a ratio of
-rho = max(1, B / 2T) to be on the safe side, an exchange whose latency is L ends about
+rho = max(1, B / 1.5T) to be on the safe side, an exchange whose latency is L ends about
 
     N L + T (rho - 1) / (rho^N - 1)        with rho = 1:   N L + T / N,   the least of which is at N = sqrt(T / L)
 
