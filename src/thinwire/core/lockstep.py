@@ -26,7 +26,7 @@ def bytes_sent(op: str, size: int, world: int) -> int:
     """What ``size`` bytes make it send: a ring's 2(W-1)/W, a gather's W-1, an exchange's (W-1)/W, a swap's all."""
     if op == "swap":
         return size
-    factor = 1.0 if op == "all_gather" else (2 if op == "all_reduce" else 1) / world
+    factor = {"all_reduce": 2 / world, "all_gather": 1.0, "all_to_all": 1 / world}[op]
     return int(size * (world - 1) * factor)
 
 
