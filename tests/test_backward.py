@@ -249,16 +249,25 @@ def test_attach_says_what_it_needs():
 
 
 @pytest.mark.parametrize(
-    ("count", "sizes"), [(3, [3]), (4, [4]), (6, [2, 4]), (15, [11, 4]), (16, [4, 8, 4]), (60, [16, 16, 16, 8, 4])]
+    ("count", "joined", "apart"),
+    [
+        (3, [3], [1, 2]),
+        (4, [4], [1, 3]),
+        (6, [2, 4], [1, 1, 4]),
+        (15, [11, 4], [1, 4, 6, 4]),
+        (16, [4, 8, 4], [1, 3, 8, 4]),
+        (60, [16, 16, 16, 8, 4], [1, 4, 11, 16, 16, 8, 4]),
+    ],
 )
-def test_the_last_groups_are_small_and_none_comes_first_that_is(count, sizes):
+def test_the_last_groups_are_small_and_the_first_ones_if_each_is_a_message(count, joined, apart):
     """Of tensors of a megabyte; all of them, in the reverse of their order."""
     model = nn.ParameterList([nn.Parameter(torch.empty(1 << 18)) for _ in range(count)])
-    sync = SimpleNamespace(ledger=SimpleNamespace(names={p: i for i, p in enumerate(model)}), cuts=None)
-    adapter = backward.Backward(model, sync)
-    assert [len(group) for group in adapter._groups] == sizes
-    handed_over = [adapter._trained[i] for group in adapter._groups for i in group]
-    assert [sync.ledger.names[p] for p in handed_over] == list(reversed(range(count)))
+    for joins, sizes in ((True, joined), (False, apart)):
+        ledger = SimpleNamespace(names={p: i for i, p in enumerate(model)})
+        adapter = backward.Backward(model, SimpleNamespace(ledger=ledger, cuts=None, joins=joins))
+        assert [len(group) for group in adapter._groups] == sizes
+        handed_over = [adapter._trained[i] for group in adapter._groups for i in group]
+        assert [ledger.names[p] for p in handed_over] == list(reversed(range(count)))
 
 
 def test_groups_are_the_messages_that_the_cuts_ask_for():

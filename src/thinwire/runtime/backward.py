@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
@@ -19,6 +20,8 @@ SIZES = (4 << 20, 8 << 20)
 """Bytes of the gradients that are handed over last and last but one: nothing hides what these wait for."""
 SIZE = 16 << 20
 """Of all before them: each group costs calls, whatever its size."""
+EARLY = (1 << 20, 4 << 20)
+"""Of the first two where each is a message: until the first has come, the wire has nothing to do."""
 
 
 class Backward:
@@ -42,7 +45,7 @@ class Backward:
         """A group for each message, where it is known how long these had best be."""
         self._cuts = self._sync.cuts
         if self._cuts is None:
-            sizes, self._closing = _by_size(self._trained), None
+            sizes, self._closing = _by_size(self._trained, () if self._sync.joins else EARLY), None
         else:
             sizes, self._closing = _by_cuts(self._trained, self._cuts)
         self._groups = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
@@ -92,12 +95,13 @@ class Backward:
         wait_for(futures)
 
 
-def _by_size(reverse: Sequence[Tensor]) -> list[int]:
+def _by_size(reverse: Sequence[Tensor], early: Sequence[int]) -> list[int]:
     """How many parameters are in each group."""
     forward = grouped(reversed(reverse), lambda p: p, chain(SIZES, repeat(SIZE)))
     if len(forward) > 2 and forward[-1][0].dtype == forward[-2][0].dtype and _bytes(forward[-1]) < SIZES[0]:
         forward[-2:] = [forward[-2] + forward[-1]]  # a small one that comes first would hide nothing
-    return [len(group) for group in reversed(forward)]
+    first = grouped(reversed(forward.pop()), lambda p: p, chain(early, repeat(sys.maxsize))) if forward else []
+    return [len(group) for group in (*first, *reversed(forward))]
 
 
 def _by_cuts(reverse: Sequence[Tensor], cuts: Sequence[float]) -> tuple[list[int], set[int]]:

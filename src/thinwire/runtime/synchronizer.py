@@ -92,6 +92,11 @@ class Synchronizer:
         assert self._engine is not None
         return self._engine.cuts if self._plan.price and self._plan.messages is None else None
 
+    @property
+    def joins(self) -> bool:
+        """Whether buckets may be joined: where they are not, each is a message."""
+        return self._plan.price > 0
+
     def begin(self) -> None:
         """The first gradient of a step is there."""
         assert self._engine is not None
