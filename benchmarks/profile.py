@@ -1,6 +1,6 @@
 """Where a step's processor time goes, thread by thread, in a lab whose hosts share this machine's cores.
 
-    python -m benchmarks.profile [--hosts 4] [--rate 100mbit] [--steps 5] [METHOD ...]
+    python -m benchmarks.profile [--hosts 4] [--rate 100mbit] [--steps 5] [--workload lm] [METHOD ...]
 
 Every figure is a share of what `local` computes in the same run: `training` is the thread that runs forward, backward
 and optimizer, `engine` thinwire's, `gloo` those of torch's transport, which also run torch's Power-SGD. `elapsed` is
@@ -42,11 +42,11 @@ def processor_seconds() -> Counter[str]:
     return found
 
 
-def measure(methods: list[str], steps: int) -> None:
+def measure(methods: list[str], steps: int, workload_spec: str) -> None:
     """A host of the lab."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, world, workload = dist.get_rank(), dist.get_world_size(), load("lm", None, 0)
+    rank, world, workload = dist.get_rank(), dist.get_world_size(), load(workload_spec, None, 0)
     horizon = SETTLING + TURNS * steps
     trainees = {name: Entry.parse(name, "adam").trainee(workload, None, 0, horizon) for name in methods}
     seconds: dict[str, list[float]] = {name: [] for name in methods}
@@ -75,15 +75,16 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--steps", type=int, default=5, help="in each of two turns")
+    parser.add_argument("--workload", default="lm")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
-        measure(args.methods, args.steps)
+        measure(args.methods, args.steps, args.workload)
         return
     methods = ["local", *(method for method in args.methods if method != "local")]
-    options = ["--inside", "--steps", str(args.steps), *methods]
+    options = ["--inside", "--steps", str(args.steps), "--workload", args.workload, *methods]
     found = in_lab(args.hosts, "profile", options, "--rate", args.rate)
-    print(f"lm, {args.hosts} hosts at {args.rate} on {os.cpu_count()} cores\n")
+    print(f"{args.workload}, {args.hosts} hosts at {args.rate} on {os.cpu_count()} cores\n")
     print("| method | elapsed | " + " | ".join(KINDS) + " |\n|" + "---|" * (len(KINDS) + 2))
     floor, base = found["local"][0], sum(found["local"][1].values())
     for method, (elapsed, threads) in found.items():
