@@ -91,7 +91,7 @@ def clocked(*modules: ModuleType) -> None:
     """Have the compiled loops of these modules clocked where Python calls them; compiled code calls them as before."""
     for module in modules:
         for name, loop in vars(module).copy().items():
-            if isinstance(loop, Dispatcher) and name.endswith(("_each", "_each_sum", "_orthogonalize")):
+            if isinstance(loop, Dispatcher) and name.endswith(("_each", "_each_sum")):
                 setattr(module, name, Clock(loop))
 
 

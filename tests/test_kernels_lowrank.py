@@ -167,12 +167,11 @@ def test_many_matrices_have_the_bits_that_they_have_alone(dtype):
 @pytest.mark.parametrize("shape", [(1, 1), (5, 2), (7, 7), (64, 4), (577, 4), (300, 16)])
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
 def test_orthonormal_columns_are_the_references(shape, dtype, scale):
-    P = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0), dtype=dtype) * scale
+    P = torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=dtype) * scale
     found, eps = lowrank.orthogonalize(P), torch.finfo(dtype).eps
     torch.testing.assert_close(found, reference.orthogonalize(P), rtol=0, atol=2000 * eps)
-    torch.testing.assert_close(
-        found.mT @ found, torch.eye(shape[1], dtype=dtype).expand(3, -1, -1), rtol=0, atol=20 * eps
-    )
+    torch.testing.assert_close(found.mT @ found, torch.eye(shape[1], dtype=dtype), rtol=0, atol=20 * eps)
+    assert torch.equal(lowrank.orthogonalize(P.mT.contiguous().mT), found)
 
 
 @relaxed
@@ -181,10 +180,10 @@ def test_columns_that_depend_on_others_give_way_to_orthonormal_ones(n, r, indepe
     r = min(n, r)
     g = torch.Generator().manual_seed(seed)
     P = torch.randn(n, independent, generator=g) @ torch.randn(independent, r, generator=g)
-    P = (P * 1e-38 if tiny else P)[None]
+    P = P * 1e-38 if tiny else P
     for module in (lowrank, reference):
         found = module.orthogonalize(P)
-        torch.testing.assert_close(found.mT @ found, torch.eye(r)[None], rtol=0, atol=1e-5)
+        torch.testing.assert_close(found.mT @ found, torch.eye(r), rtol=0, atol=1e-5)
     if not tiny:
         spanned = lowrank.orthogonalize(P)
         torch.testing.assert_close(spanned @ (spanned.mT @ P), P, rtol=1e-4, atol=1e-4)
@@ -193,8 +192,22 @@ def test_columns_that_depend_on_others_give_way_to_orthonormal_ones(n, r, indepe
 @pytest.mark.parametrize("bad", [inf, -inf, nan])
 @pytest.mark.parametrize("module", [lowrank, reference])
 def test_no_orthonormal_columns_come_of_a_bad_number(bad, module):
-    P = torch.randn(2, 6, 3)
-    P[1, 4, 1] = bad
-    found = module.orthogonalize(P)
-    assert found[0].isfinite().all()
-    assert not found[1].isfinite().all()
+    P = torch.randn(6, 3)
+    P[4, 1] = bad
+    assert not module.orthogonalize(P).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_product_is_bounded_where_the_reference_says_so(dtype):
+    """By batches of all that can happen: some are not, and those say nothing of the others."""
+    g = torch.Generator().manual_seed(0)
+    most = torch.finfo(dtype).max
+    batch, expected = [], []
+    for value, good in [(1.0, True), (0.0, True), (most**0.5, True), (most, False), (inf, False), (nan, False)]:
+        for first in (True, False):
+            P, Q = torch.randn(7, 3, generator=g, dtype=dtype), torch.randn(5, 3, generator=g, dtype=dtype)
+            (P if first else Q)[2, 1] = value
+            batch.append((P, Q.mT.contiguous().mT))
+            expected.append(good)
+    assert lowrank.bounded_each(batch) == kernels.bounded(batch) == expected
+    assert [reference.bounded(P, Q) for P, Q in batch] == expected

@@ -107,11 +107,16 @@ class Layout:
         """As one vector, with zeros where a piece is short."""
         flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
         size = (self._pieces if pieces is None else pieces) * self._starts[-1]
+        if self._in_order(flat, size):
+            return flat
         return flat.new_zeros(size).index_copy_(0, self._places(tensors), flat)
 
     def copy(self, vector: Tensor, outs: Sequence[Tensor]) -> None:
         """Back to where they came from."""
-        parts = torch.split_with_sizes(vector[self._places(outs)], [out.numel() for out in outs])
+        sizes = [out.numel() for out in outs]
+        if not self._in_order(vector, sum(sizes)):
+            vector = vector[self._places(outs)]
+        parts = torch.split_with_sizes(vector, sizes)
         torch._foreach_copy_([out if out.dim() == 1 else out.view(-1) for out in outs], parts)
 
     def join(self, states: Sequence[Any]) -> Any:
@@ -135,6 +140,10 @@ class Layout:
         if isinstance(reply, Tensor):
             return reply.view(self._pieces, -1)[:, start:end].reshape(-1)[: x.numel()].view(x.shape)
         return type(reply)(*(t[:, start:end] for t in reply))
+
+    def _in_order(self, vector: Tensor, size: int) -> bool:
+        """Whether it is one piece of each, none of them short."""
+        return vector.numel() == size == self._starts[-1]
 
     def _places(self, tensors: Sequence[Tensor]) -> Tensor:
         return _places(tuple(t.numel() for t in tensors), self._columns, tensors[0].device)

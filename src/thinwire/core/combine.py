@@ -14,7 +14,7 @@ from thinwire.core.lift import bounded_ratio
 from thinwire.core.method import Context, Dense, Method, Reduced, State
 from thinwire.core.price import bytes_per_step
 from thinwire.core.requests import Batched, Exchange
-from thinwire.core.value import Sum, finite, settle_each, wide
+from thinwire.core.value import WIDE, Sum, finite, settle_each
 
 SMALL = 1 << 14
 """Numbers of a tensor that joins others; laying end to end what is larger would cost more than it spares."""
@@ -91,7 +91,7 @@ class ErrorFeedback(Wrapper):
         if not self.inner.adds and not finite(p.made()):
             p.out.fill_(float("nan"))  # a method that sends a part of p could leave the bad number in the error, unseen
         out, inner = yield from self.inner.reduce(p if self.inner.adds else p.out, state.inner, ctx)  # type: ignore[arg-type]
-        if ctx.lr != 0 and finite(out.mean):  # at a rate of 0 nothing is applied, so nothing is withheld
+        if ctx.lr != 0:  # at a rate of 0 nothing is applied, so nothing is withheld
             mean = yield Batched(settle_each, (p, out.sent, out.mean, state.error, ctx.keep))
             out = Reduced(mean, out.sent)
         return out, ErrorFeedbackState(state.error, inner)
@@ -105,7 +105,7 @@ class ErrorFeedback(Wrapper):
     def resize(self, x: Tensor, states: Sequence[Any], ctx: Context) -> ErrorFeedbackState:
         world, owed = len(states), torch.zeros_like(x)
         for rank, state in enumerate(states):
-            owed += self.withheld(x, state, replace(ctx, rank=rank, world=world))
+            owed += self.withheld(x, state, ctx._replace(rank=rank, world=world))
         return ErrorFeedbackState(owed / world, self.inner.resize(x, [s.inner for s in states], ctx))
 
     def dense(self) -> Method:
@@ -214,7 +214,7 @@ class Where(Wrapper):
 
     rule: Rule
     inner: Method
-    _known: dict[Any, Method] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def _chosen(self, x: Tensor, ctx: Context) -> Method:
         key = x.shape, ctx.world
@@ -222,16 +222,20 @@ class Where(Wrapper):
             # one for all that go dense, so that what it computes for them is computed together
             other = self._known.setdefault("dense", self.inner.dense())
             self._known[key] = self.inner if self.rule(self.inner, *key) else other
-        return self._known[key]
+        chosen: Method = self._known[key]
+        return chosen
 
     def joins(self, x: Tensor, ctx: Context) -> bool:
-        # of a single number nobody could tell a state like it from one like a piece of it
-        if not 1 < x.numel() <= SMALL or not x.is_contiguous() or self._chosen(x, ctx) is self.inner:
-            return False
-        return self.joined().pieces(ctx) > 0
+        key = "joins", x.shape, ctx.world
+        if key not in self._known:
+            # of a single number nobody could tell a state like it from one like a piece of it
+            small = 1 < x.numel() <= SMALL and self._chosen(x, ctx) is not self.inner
+            self._known[key] = small and self.joined().pieces(ctx) > 0
+        return self._known[key] and x.is_contiguous()
 
     def joined(self) -> Method:
-        return self._known["dense"]
+        dense: Method = self._known["dense"]
+        return dense
 
     def keeps(self, x: Tensor, ctx: Context) -> bool:
         return self._chosen(x, ctx).keeps(x, ctx)
@@ -241,7 +245,7 @@ class Where(Wrapper):
 
     def reduce(self, x: Tensor, state: Any, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         chosen = self._chosen(x, ctx)
-        return chosen.reduce(x if chosen.widens else wide(x), state, ctx)
+        return chosen.reduce(x if x.dtype in WIDE or chosen.widens else x.float(), state, ctx)
 
     def withheld(self, x: Tensor, state: Any, ctx: Context) -> Tensor:
         return self._chosen(x, ctx).withheld(x, state, ctx)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire.core.method import Context, Method, State
 from thinwire.core.requests import AllReduce, Batched, Exchange
-from thinwire.core.value import Value, finite, made, wide
+from thinwire.core.value import WIDE, Value, finite, made
 
 R = TypeVar("R")
 
@@ -30,7 +30,7 @@ def exchange(
     ``present`` says whether this worker has a gradient for ``x``, or for each of its parts of the given ``sizes``.
     Where no worker has one, the trainer drops the answer: it is zero there, and what was owed is still owed.
     """
-    reduction = method.reduce(x if method.widens else wide(x), state, ctx)
+    reduction = method.reduce(x if x.dtype in WIDE or method.widens else x.float(), state, ctx)
     if present is None:
         out, new = yield from reduction
         if new is state:  # nothing to protect: looking at a dense mean would be a pass over all of it

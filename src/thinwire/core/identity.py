@@ -35,7 +35,7 @@ class Identity:
     def encode(self, batch: Sequence[tuple[Tensor | Sum, int, int]]) -> list[Raw]:
         found = []
         for some in few(batch, lambda one: one[0].numel()):
-            narrow = _end_to_end([x for x, _, _ in some]).to(self.dtype)
+            narrow = _end_to_end([x.flatten() for x, _, _ in some]).to(self.dtype)
             for (x, rows, columns), own in zip(some, _apart(narrow, [x.numel() for x, _, _ in some]), strict=True):
                 missing = rows * columns - x.numel()
                 found.append(Raw((pad(own, (0, missing)) if missing else own).view(rows, columns)))

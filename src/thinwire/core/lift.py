@@ -49,10 +49,10 @@ class Decoded:
     @staticmethod
     def settle_each(batch: Sequence[tuple[Decoded, Decoded, Sum]]) -> None:
         for C, members in _by_compressor(batch):
-            given = [(sent.payload, mean.payload, mean.columns, p.flatten()) for sent, mean, p in members]
             if C.fused:
-                cast(Fused, C).settle(given)
+                cast(Fused, C).settle([(sent.payload, mean.payload, mean.columns, p) for sent, mean, p in members])
                 continue
+            given = [(sent.payload, mean.payload, mean.columns, p.flatten()) for sent, mean, p in members]
             C.add([(sent, columns, p, -1.0, p.error, False) for sent, _, columns, p in given])
             C.decode([(mean, columns, p.x) for _, mean, columns, p in given])
 
@@ -63,10 +63,11 @@ def _left(C: Compressor, p: Tensor | Sum, out: Tensor) -> bool:
 
 
 def _by_compressor(batch: Sequence[Any]) -> Iterable[tuple[Compressor, list[Any]]]:
-    together: dict[Compressor, list[Any]] = {}
+    together: dict[int, tuple[Compressor, list[Any]]] = {}  # by identity: looking at options takes longer
     for member in batch:
-        together.setdefault(member[0].compressor, []).append(member)
-    return together.items()
+        C = member[0].compressor
+        together.setdefault(id(C), (C, []))[1].append(member)
+    return together.values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class Gathered(Method):
 
     def reduce(self, x: Tensor | Sum, state: State, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         C, d = self.compressor, x.numel()
-        pushed = yield Batched(C.encode, (x.flatten(), 1, d))
+        pushed = yield Batched(C.encode, (x, 1, d))
         pulled = yield AllGather(type(pushed)(*(t[0] for t in pushed)))
         return Reduced(MeanDecoded(C, pulled, d), sent=Decoded(C, pushed, d)), state
 
@@ -155,42 +156,45 @@ class TwoWay(Method):
 
     def reduce(self, x: Tensor | Sum, state: TwoWayState, ctx: Context) -> Exchange[tuple[Reduced, State]]:
         C, columns = self.compressor, _columns(x.numel(), ctx.world)
-        pushed = yield Batched(C.encode, (x.flatten(), ctx.world, columns))
+        pushed = yield Batched(C.encode, (x, ctx.world, columns))
         received = yield AllToAll(pushed)
 
         task = Task(received, columns, state.server_error, bounded_ratio(ctx, self.max_ratio))
         answer = yield Batched(self._answer, task)
-        pulled = yield AllGather(type(answer)(*(t[0] for t in answer)))
+        pulled = yield AllGather(answer)
 
-        good = yield Batched(C.finite, pulled)
+        good = yield Batched(self._settle, (task, answer, pulled, ctx.lr != 0))
         out = Reduced(Decoded(C, pulled, columns, good), sent=Decoded(C, pushed, columns))
-        if ctx.lr == 0 or not good:
-            return out, state
-        yield Batched(self._settle, (task, answer))
-        return out, TwoWayState(task.error)
+        return out, TwoWayState(task.error) if good and ctx.lr != 0 else state
 
     def _answer(self, tasks: Sequence[Task]) -> list[Payload]:
-        """C(a)"""
+        """C(a), as the one row that it is"""
         if self.compressor.fused:
             return list(cast(Fused, self.compressor).serve(tasks))
         answers: list[Payload] = []
         for some in few(tasks, lambda task: task.error.numel()):
             sums = [torch.empty_like(task.error) for task in some]
             self._sum(some, sums)
-            answers += self.compressor.encode([(a, 1, task.columns) for task, a in zip(some, sums, strict=True)])
+            encoded = self.compressor.encode([(a, 1, task.columns) for task, a in zip(some, sums, strict=True)])
+            answers += [type(payload)(*(t[0] for t in payload)) for payload in encoded]
         return answers
 
-    def _settle(self, settled: Sequence[tuple[Task, Payload]]) -> list[None]:
-        """e~ = a - C(a)
+    def _settle(self, batch: Sequence[tuple[Task, Payload, Payload, bool]]) -> Sequence[bool]:
+        """e~ = a - C(a), if the step is applied and what all have pulled is finite; whether that is.
 
         a is made twice, since the error must outlive a step that goes wrong, and what is kept until then is 1/W of all.
         """
+        good = self.compressor.finite([pulled for _, _, pulled, _ in batch])
+        served = [
+            (task, answer) for (task, answer, _, applied), one in zip(batch, good, strict=True) if applied and one
+        ]
         if self.compressor.fused:
-            cast(Fused, self.compressor).settle_served(settled)
-            return [None] * len(settled)
-        self._sum([task for task, _ in settled], [task.error for task, _ in settled])
-        self.compressor.add([(answer, task.columns, task.error, -1.0, task.error, False) for task, answer in settled])
-        return [None] * len(settled)
+            cast(Fused, self.compressor).settle_served(served)
+        elif served:
+            self._sum([task for task, _ in served], [task.error for task, _ in served])
+            rows = [(task, type(answer)(*(t[None] for t in answer))) for task, answer in served]
+            self.compressor.add([(answer, task.columns, task.error, -1.0, task.error, False) for task, answer in rows])
+        return good
 
     def _sum(self, tasks: Sequence[Task], outs: Sequence[Tensor]) -> None:
         """a"""

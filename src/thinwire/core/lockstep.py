@@ -60,12 +60,12 @@ class Lockstep(Generic[R]):
         self._exchanges: list[Exchange[R]] = []
         self._results: list[R | None] = []
         self._waiting: list[tuple[int, list[Request]]] = []
-        self._groups: list[list[tuple[int, int]]] | None = None
+        self._fused: list[Fused] | None = None
         self.add(exchanges)
 
     def add(self, exchanges: Iterable[Exchange[R]]) -> list[Request]:
         """Start some more, before the first round; what they ask for in it."""
-        assert self._groups is None
+        assert self._fused is None
         known, first = len(self._waiting), len(self._exchanges)
         self._exchanges += exchanges
         self._results += [None] * (len(self._exchanges) - first)
@@ -75,13 +75,13 @@ class Lockstep(Generic[R]):
     @property
     def results(self) -> list[R]:
         """What the generators returned, once ``advance`` has given an empty round."""
-        assert self._groups is not None
+        assert self._fused is not None
         assert not self._waiting
         return self._results  # type: ignore[return-value]
 
     def advance(self, answers: Sequence[Tensor] = ()) -> list[Collective]:
         """Send back the answers to the last round's collectives; return the next round's, empty at the end."""
-        if self._groups is not None:
+        if self._fused is not None:
             replies = self._scatter(answers)
             turns = [(i, replies[i]) for i, _ in self._waiting]
             self._waiting = []
@@ -117,17 +117,13 @@ class Lockstep(Generic[R]):
                 groups.setdefault((OPS[type(request)], dtype), []).append((w, r))
         # dtypes and ops in a fixed order: every rank issues a round's collectives alike
         ordered = sorted(groups.items(), key=lambda item: (item[0][0], str(item[0][1])))
-        self._groups = [members for _, members in ordered]
-        return [
-            _collective(op, [self._waiting[w][1][r] for w, r in members], self.scratch) for (op, _), members in ordered
-        ]
+        self._fused = [Fused(op, members, [self._waiting[w][1][r] for w, r in members]) for (op, _), members in ordered]
+        return [fused.collective(self.scratch) for fused in self._fused]
 
     def _scatter(self, answers: Sequence[Tensor]) -> dict[int, Any]:
         replies: dict[int, list[Any]] = {i: [None] * len(requests) for i, requests in self._waiting}
-        for members, answer in zip(self._groups or (), answers, strict=True):
-            requests = [self._waiting[w][1][r] for w, r in members]
-            parts = _delivered(requests, answer) if isinstance(requests[0], Swap) else _split(requests, answer)
-            for (w, r), part in zip(members, parts, strict=True):
+        for fused, answer in zip(self._fused or (), answers, strict=True):
+            for (w, r), part in zip(fused.members, fused.split(answer), strict=True):
                 replies[self._waiting[w][0]][r] = part
         # a generator that yielded a lone request gets a lone answer
         return {i: tuple(parts) if len(parts) > 1 else parts[0] for i, parts in replies.items()}
@@ -144,9 +140,51 @@ def _computed(batched: Sequence[tuple[int, Batched]]) -> list[tuple[int, Any]]:
     return replies
 
 
-def _collective(op: str, requests: Sequence[Any], scratch: Tensor | None) -> Collective:
-    if op != "swap":
-        return Collective(op, _gather(requests, scratch))
+class Fused:
+    """Requests of one operation that travel as one: what lies where in the buffer, and in the answer."""
+
+    def __init__(self, op: str, members: Sequence[tuple[int, int]], requests: Sequence[Any]) -> None:
+        """``members``: which generator's each request is, and which of its own."""
+        self.members = members
+        self._op = op
+        self._requests = requests
+        self._parts = [] if op in ("all_reduce", "swap") else _by_dtype(requests)
+
+    def collective(self, scratch: Tensor | None) -> Collective:
+        if self._op == "swap":
+            return _swap(self._requests)
+        if self._op == "all_reduce":
+            return Collective(self._op, _flat([r.tensor for r in self._requests], scratch))
+        rows = [] if self._op == "all_gather" else [len(self._requests[0].payload[0])]
+        regions = []
+        for parts in self._parts:
+            flat = [t if t.dim() == len(rows) + 1 else t.reshape(*rows, -1) for _, _, t in parts]
+            regions.append(torch.cat(flat, dim=-1).view(torch.uint8))
+        return Collective(self._op, torch.cat(regions, dim=-1) if len(regions) > 1 else regions[0])
+
+    def split(self, answer: Tensor) -> Iterable[Any]:
+        """What each of the requests is answered."""
+        if self._op == "swap":
+            return _delivered(self._requests, answer)
+        if self._op == "all_reduce":
+            own = torch.split_with_sizes(answer, [r.tensor.numel() for r in self._requests])
+            return [part.view(r.tensor.shape) for part, r in zip(own, self._requests, strict=True)]
+        gathered, world, start = self._op == "all_gather", len(answer), 0
+        replies: list[list[Any]] = [[None] * len(r.payload) for r in self._requests]
+        for parts in self._parts:
+            sizes = [t.numel() // (1 if gathered else world) for _, _, t in parts]
+            first, size = parts[0][2], sum(sizes) * parts[0][2].element_size()
+            region = answer[:, start : start + size]
+            if first.dtype != torch.uint8:  # a fresh copy is aligned, which reading bytes as wider numbers needs
+                region = region.clone(memory_format=torch.contiguous_format).view(first.dtype)
+            start += size
+            for (i, j, t), part in zip(parts, torch.split_with_sizes(region, sizes, dim=1), strict=True):
+                shape = t.shape if gathered else t.shape[1:]
+                replies[i][j] = part if len(shape) == 1 else part.reshape(world, *shape)
+        return [type(r.payload)(*reply) for r, reply in zip(self._requests, replies, strict=True)]
+
+
+def _swap(requests: Sequence[Any]) -> Collective:
     parts: dict[int, list[Tensor]] = {to: [] for to in sorted({r.to for r in requests if r.to is not None})}
     for request in requests:
         if request.to is not None:
@@ -154,7 +192,7 @@ def _collective(op: str, requests: Sequence[Any], scratch: Tensor | None) -> Col
     nothing = requests[0].payload[0].new_empty(0, dtype=torch.uint8)
     buffer = torch.cat([nothing, *(t for messages in parts.values() for t in messages)])
     sends = {to: sum(len(t) for t in messages) for to, messages in parts.items()}
-    return Collective(op, buffer, sends, _received(requests))
+    return Collective("swap", buffer, sends, _received(requests))
 
 
 def _received(requests: Sequence[Swap[Any]]) -> dict[int, int]:
@@ -187,17 +225,6 @@ def cut(buffer: Tensor, sizes: Mapping[int, int]) -> dict[int, Tensor]:
     return dict(zip(sizes, torch.split(buffer, list(sizes.values())), strict=True)) if sizes else {}
 
 
-def _gather(requests: Sequence[Any], scratch: Tensor | None) -> Tensor:
-    if isinstance(requests[0], AllReduce):
-        return _flat([r.tensor for r in requests], scratch)
-    rows = [] if isinstance(requests[0], AllGather) else [len(requests[0].payload[0])]
-    regions = []
-    for parts in _by_dtype(requests):
-        flat = [t if t.dim() == len(rows) + 1 else t.reshape(*rows, -1) for _, _, t in parts]
-        regions.append(torch.cat(flat, dim=-1).view(torch.uint8))
-    return torch.cat(regions, dim=-1) if len(regions) > 1 else regions[0]
-
-
 def _by_dtype(requests: Sequence[Any]) -> list[list[tuple[int, int, Tensor]]]:
     """The parts of all payloads, by the number of the request and their place in it: those of a type lie together."""
     found: dict[torch.dtype, list[tuple[int, int, Tensor]]] = {}
@@ -205,25 +232,6 @@ def _by_dtype(requests: Sequence[Any]) -> list[list[tuple[int, int, Tensor]]]:
         for j, t in enumerate(request.payload):
             found.setdefault(t.dtype, []).append((i, j, t))
     return [found[dtype] for dtype in sorted(found, key=str)]
-
-
-def _split(requests: Sequence[Any], answer: Tensor) -> list[Any]:
-    if isinstance(requests[0], AllReduce):
-        own = torch.split(answer, [r.tensor.numel() for r in requests])
-        return [part.view(r.tensor.shape) for part, r in zip(own, requests, strict=True)]
-    gathered, world, start = isinstance(requests[0], AllGather), len(answer), 0
-    replies: list[list[Any]] = [[None] * len(r.payload) for r in requests]
-    for parts in _by_dtype(requests):
-        sizes = [t.numel() // (1 if gathered else world) for _, _, t in parts]
-        first, size = parts[0][2], sum(sizes) * parts[0][2].element_size()
-        region = answer[:, start : start + size]
-        if first.dtype != torch.uint8:  # a fresh copy is aligned, which reading bytes as wider numbers needs
-            region = region.clone(memory_format=torch.contiguous_format).view(first.dtype)
-        start += size
-        for (i, j, t), part in zip(parts, torch.split(region, sizes, dim=1), strict=True):
-            shape = t.shape if gathered else t.shape[1:]
-            replies[i][j] = part if len(shape) == 1 else part.reshape(world, *shape)
-    return [type(r.payload)(*reply) for r, reply in zip(requests, replies, strict=True)]
 
 
 def _flat(tensors: Sequence[Tensor], scratch: Tensor | None) -> Tensor:
@@ -240,8 +248,7 @@ def requested_bytes(requests: Iterable[Request], world: int) -> int:
     """What requests make a worker send; of a swap its payload, which is alike on all workers, whoever sends it."""
     total = 0
     for request in requests:
-        tensors = [request.tensor] if isinstance(request, AllReduce) else request.payload
-        size = sum(t.numel() * t.element_size() for t in tensors)
+        size = request.tensor.nbytes if isinstance(request, AllReduce) else sum([t.nbytes for t in request.payload])
         total += bytes_sent(OPS[type(request)], size, world)
     return total
 

@@ -26,8 +26,7 @@ class Reduced(NamedTuple):
     """What this worker contributed; its mean over the workers is what ``mean`` carries of this step's input."""
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
+class Context(NamedTuple):
     """Where and when a reduction runs."""
 
     step: int = 0
@@ -179,7 +178,7 @@ class Compressor(Protocol):
     """Whether it is ``Fused`` too."""
 
     def encode(self, batch: Sequence[tuple[Tensor | Sum, int, int]]) -> Sequence[Any]:
-        """The payloads of (x, rows, columns), x (d,) with d at most rows * columns."""
+        """The payloads of (x, rows, columns), x of any shape, with d numbers, at most rows * columns."""
 
     def decode(self, batch: Sequence[tuple[Any, int, Tensor]]) -> None:
         """(payload, columns, out): out = C(x), out (d,)"""
@@ -201,7 +200,7 @@ class Fused(Protocol):
         """(sent, mean, columns, p), of two payloads and an unmade p: p's error = p - C(sent), and p's x = C(mean)"""
 
     def serve(self, batch: Sequence[Task]) -> Sequence[Any]:
-        """C(a)"""
+        """C(a), as the one row that it is"""
 
     def settle_served(self, batch: Sequence[tuple[Task, Any]]) -> None:
         """(task, answer): the task's error = a - answer"""

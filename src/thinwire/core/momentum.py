@@ -7,7 +7,7 @@ keeps ``x`` as it was given, the new one is made then, in place; else both exist
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ class RunningMean(Momentum):
         kept = self.inner.keeps(x, ctx)
         x.lerp_(state.momentum, self.mu)
         m = state.momentum if kept else x.clone()
-        out, inner = yield from self.inner.reduce(x, state.inner, replace(ctx, keep=kept))
+        out, inner = yield from self.inner.reduce(x, state.inner, ctx._replace(keep=kept))
         if kept and finite(out.mean):
             m.copy_(x)
         return out, MomentumState(m, inner)
@@ -77,7 +77,7 @@ class Nesterov(Momentum):
         else:
             m = torch.add(x, m, alpha=mu)
             x.add_(m, alpha=mu)
-        out, inner = yield from self.inner.reduce(x, state.inner, replace(ctx, keep=kept))
+        out, inner = yield from self.inner.reduce(x, state.inner, ctx._replace(keep=kept))
         if kept and finite(out.mean):
             m.lerp_(x, 1 / (1 + mu))  # (mu m + x) / (1 + mu), which is mu m + g
         return out, MomentumState(m, inner)

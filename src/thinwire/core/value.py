@@ -15,7 +15,8 @@ class Deferred(Protocol):
     """A value that can be written into memory that exists: contiguous, and of a type that methods compute in.
 
     Where many are made faster than one by one, ``write_each`` and ``subtract_each`` of the class do it. Where both are
-    made in one pass, ``settle_each`` does, of (sent, mean, p): p's error = p - sent, and p's x = mean.
+    made in one pass, ``settle_each`` does, of (sent, mean, p): p's error = p - sent, and p's x = mean. Where many are
+    looked through faster, ``finite_each`` does.
     """
 
     def write(self, out: Tensor) -> None:
@@ -199,13 +200,17 @@ def subtract_each(batch: Sequence[tuple[Tensor | Sum, Value, Tensor]]) -> None:
 
 
 def settle_each(batch: Sequence[tuple[Tensor | Sum, Value, Value, Tensor, bool]]) -> list[Value]:
-    """(p, sent, mean, error, keep): error = p - sent, and the mean. It is written over p's x where one pass makes both.
+    """(p, sent, mean, error, keep): error = p - sent if the mean is finite; the mean, which is written over p's x where
+    one pass makes both.
 
     ``keep``: x is wanted as it is.
     """
     together: dict[Any, list[tuple[Any, Any, Sum]]] = {}
     apart, means = [], []
-    for p, sent, mean, error, keep in batch:
+    for (p, sent, mean, error, keep), good in zip(batch, all_finite([mean for _, _, mean, *_ in batch]), strict=True):
+        if not good:
+            means.append(mean)
+            continue
         if not keep and type(sent) is type(mean) and hasattr(mean, "settle_each") and _unmade(p, error):
             together.setdefault(type(mean), []).append((sent, mean, p))
             mean = Written(p.x)
@@ -240,6 +245,16 @@ def finite_each(tensors: Sequence[Tensor]) -> list[bool]:
     if finite(torch.cat(list(tensors) if alike else [t.reshape(-1) for t in tensors], dim=-1)):
         return [True] * len(tensors)
     return [finite(t) for t in tensors]
+
+
+def all_finite(values: Sequence[Value]) -> list[bool]:
+    """Of each value, whether all of it is finite."""
+    together: dict[Any, list[Any]] = {}
+    for value in values:
+        if hasattr(value, "finite_each"):
+            together.setdefault(type(value), []).append(value)
+    found = {kind: iter(kind.finite_each(members)) for kind, members in together.items()}
+    return [next(found[type(value)]) if type(value) in found else finite(value) for value in values]
 
 
 def finite(value: Value) -> bool:

@@ -123,9 +123,12 @@ def top_k(x: Tensor | Sum, k: int) -> tuple[Tensor, Tensor]:
     return _reading(x).top_k(x, k)
 
 
-def orthogonalize(P: Tensor) -> Tensor:
-    found: Tensor = (_low_rank() if _narrow_on_cpu(P[0]) else reference).orthogonalize(P)
-    return found
+def orthogonalize(batch: Sequence[Tensor]) -> list[Tensor]:
+    return _each(_low_rank, "orthogonalize", [(P,) for P in batch], [_narrow_on_cpu(P) for P in batch])
+
+
+def bounded(batch: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+    return _each(_low_rank, "bounded", batch, [_narrow_on_cpu(P) for P, _ in batch])
 
 
 def product(batch: Sequence[tuple[Tensor, Tensor, float, Tensor]]) -> list[Tensor]:
@@ -150,6 +153,8 @@ def write_product(batch: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
 
 def _each(module: Callable[[], Any], kernel: str, batch: Sequence[Any], fast: Sequence[bool]) -> list[Any]:
     """The answers for all of the batch: those that are ``fast`` by the module's kernel, in one call."""
+    if all(fast) and batch:
+        return getattr(module(), f"{kernel}_each")(batch) or [None] * len(batch)
     together = [args for args, one in zip(batch, fast, strict=True) if one]
     answers = iter((getattr(module(), f"{kernel}_each")(together) if together else None) or repeat(None))
     alone = getattr(reference, kernel)

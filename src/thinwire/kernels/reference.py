@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn.functional import pad
 
 from thinwire.core.value import Sum, settled, wide
@@ -19,11 +20,11 @@ RUN = 32
 
 
 def encode_signs(x: Tensor | Sum, rows: int, columns: int, block: int, most: float) -> tuple[Tensor, Tensor]:
-    """x (d,) -> scale (rows, ceil(columns / block)) of each block: |x|_2^2 / |x|_1, by which the signs have x's own
-    length along x, but at most ``most`` times the mean magnitude; 0 if it is empty;
+    """d numbers x -> scale (rows, ceil(columns / block)) of each block: |x|_2^2 / |x|_1, by which the signs have x's
+    own length along x, but at most ``most`` times the mean magnitude; 0 if it is empty;
     bits (rows, ceil(columns / 8)): 1 where x >= 0, and 0 where there is no number. A sum is left unmade.
     """
-    x = x.value() if isinstance(x, Sum) else wide(x)
+    x = (x.value() if isinstance(x, Sum) else wide(x)).flatten()
     d, missing = len(x), rows * columns - len(x)
     blocks = _blocks(x, rows, columns, block)
     real = torch.arange(rows * columns, device=x.device).view(rows, columns) < d
@@ -64,6 +65,7 @@ def settle_signs(
     ratio: float,
 ) -> None:
     """error = x + ratio * error less the decoded signs, and x = those of the mean, laid out alike."""
+    x, error = x.view(-1), error.view(-1)
     add_signs(scale, bits, columns, block, torch.add(x, error, alpha=ratio), -1.0, error, False)
     decode_signs(mean_scale, mean_bits, columns, block, x)
 
@@ -71,10 +73,11 @@ def settle_signs(
 def serve_signs(
     scale: Tensor, bits: Tensor, columns: int, block: int, error: Tensor, ratio: float, most: float
 ) -> tuple[Tensor, Tensor]:
-    """A server's answer: the signs of a (d,) = ratio * error + the mean of the rows, d at most ``columns``."""
+    """A server's answer, of one row: the signs of a (d,) = ratio * error + the mean of the rows, d <= ``columns``."""
     a = torch.empty_like(error)
     add_signs(scale, bits, columns, block, error * ratio, 1 / len(scale), a, True)
-    return encode_signs(a, 1, columns, block, most)
+    answer_scale, answer_bits = encode_signs(a, 1, columns, block, most)
+    return answer_scale[0], answer_bits[0]
 
 
 def settle_served_signs(
@@ -89,7 +92,7 @@ def settle_served_signs(
 ) -> None:
     """error = a - its signs"""
     add_signs(scale, bits, columns, block, error.mul_(ratio), 1 / len(scale), error, True)
-    add_signs(answer_scale, answer_bits, columns, block, error, -1.0, error, False)
+    add_signs(answer_scale[None], answer_bits[None], columns, block, error, -1.0, error, False)
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
@@ -233,16 +236,20 @@ def _add(base: Tensor, decoded: Tensor, columns: int, stacked: bool, out: Tensor
 
 
 def orthogonalize(P: Tensor) -> Tensor:
-    """Orthonormal columns (k, n, r) such that the first few span what the first few of each P span, n >= r.
+    """Orthonormal columns (n, r) such that the first few span what the first few of P span, n >= r.
 
     Its product with the column of P is not negative. Where that depends on those before it, any direction will do.
     """
-    found = []
-    for one in P:
-        # a fresh copy each: how memory is aligned changes the rounding, and a matrix has the same bits in any company
-        Q, R = torch.linalg.qr(one.clone())
-        found.append(Q * torch.where(R.diagonal() < 0, -1.0, 1.0).to(Q.dtype))
-    return torch.stack(found)
+    # a fresh copy: how memory is aligned changes the rounding, and a matrix has the same bits in any company
+    Q, R = torch.linalg.qr(P.clone(memory_format=torch.contiguous_format))
+    found: Tensor = Q * torch.where(R.diagonal() < 0, -1.0, 1.0).to(Q.dtype)
+    return found
+
+
+def bounded(P: Tensor, Q: Tensor) -> bool:
+    """Whether the norms of P and Q show that all of P Q^T is finite; NaN shows nothing."""
+    bound: float = vector_norm(P, dtype=torch.float64).item() * vector_norm(Q, dtype=torch.float64).item()
+    return bound <= torch.finfo(P.dtype).max
 
 
 def product(x: Tensor, error: Tensor, ratio: float, Q: Tensor) -> Tensor:

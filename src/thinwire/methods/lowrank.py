@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar
+from itertools import repeat
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
 from thinwire import kernels
 from thinwire.core.combine import Rule, error_feedback, where
@@ -37,12 +36,14 @@ class LowRank(Method):
         return where(Rule(min_dims=2), error_feedback(self))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Product:
     """P Q^T, in the shape of the memory that it is written to."""
 
     P: Tensor  # (n, r)
     Q: Tensor  # (m, r)
+    known: bool | None = None
+    """Whether it is finite, where that has been found out."""
 
     def write(self, out: Tensor) -> None:
         self.write_each([(self, out)])
@@ -70,24 +71,22 @@ class Product:
         kernels.settle_product([(p.x, p.error, p.ratio, sent.P, sent.Q, mean.P, mean.Q) for sent, mean, p in flat])
 
     def finite(self) -> bool:
-        return self._finite
+        return self.finite_each([self])[0]
 
-    @cached_property
-    def _finite(self) -> bool:
-        if self.P.is_meta:
-            return True
-        # bounds every entry of the product; NaN compares with nothing
-        return bool(vector_norm(self.P).item() * vector_norm(self.Q).item() <= torch.finfo(self.P.dtype).max)
+    @staticmethod
+    def finite_each(values: Sequence[Product]) -> list[bool]:
+        unknown = [value for value in values if value.known is None]
+        if unknown:
+            meta = unknown[0].P.is_meta
+            found = repeat(True) if meta else kernels.bounded([(value.P, value.Q) for value in unknown])
+            for value, known in zip(unknown, found, strict=False):
+                value.known = known
+        return [value.known is True for value in values]
 
 
 def orthogonalize(batch: Sequence[Tensor]) -> list[Tensor]:  # (n, r) -> (n, r)
     """Orthonormal columns that span those of each P; a zero P gives some orthonormal columns, never NaN."""
-    alike: dict[Any, list[Tensor]] = {}
-    for P in batch:
-        alike.setdefault((P.shape, P.dtype), []).append(P)
-    # also a lone one as a stack: its layout, and with it what comes of it, is then the same in any company
-    found = {kind: iter(kernels.orthogonalize(torch.stack(members)).unbind()) for kind, members in alike.items()}
-    return [next(found[P.shape, P.dtype]) for P in batch]
+    return kernels.orthogonalize(batch)
 
 
 def product(batch: Sequence[tuple[Tensor | Sum, Tensor]]) -> list[Tensor]:  # (n, m), (m, r) -> (n, r)

@@ -49,7 +49,8 @@ class StochasticLevels:
     key: int
 
     def encode(self, batch: Sequence[tuple[Tensor | Sum, int, int]]) -> list[Levels]:
-        return [Levels(*kernels.encode_levels(*given, self.block, self.bits, self.norm, self.key)) for given in batch]
+        given = [(x.flatten(), rows, columns) for x, rows, columns in batch]
+        return [Levels(*kernels.encode_levels(*one, self.block, self.bits, self.norm, self.key)) for one in given]
 
     def decode(self, batch: Sequence[tuple[Levels, int, Tensor]]) -> None:
         self.add([(payload, columns, out.zero_(), 1.0, out, False) for payload, columns, out in batch])

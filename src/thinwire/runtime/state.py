@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -85,7 +85,7 @@ def unflatten(like: State, flat: Mapping[str, Any], owner: str, prefix: str = ""
 def restore(method: Method, like: Tensor, snapshots: Sequence[Snapshot], ctx: Context) -> State:
     """This worker's state of one tensor, from its own snapshot, or from all those of another world size."""
     own = [
-        unflatten(method.init(like, replace(ctx, rank=s.rank, world=s.world)), s.states[ctx.name], ctx.name)
+        unflatten(method.init(like, ctx._replace(rank=s.rank, world=s.world)), s.states[ctx.name], ctx.name)
         for s in snapshots
     ]
     return own[0] if snapshots[0].world == ctx.world else method.resize(like, own, ctx)

@@ -7,13 +7,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from thinwire.kernels.cpu import factors
-from thinwire.kernels.cpu.orthogonal import orthogonalize as orthogonalize
+from thinwire.kernels.cpu import factors, orthogonal
 from thinwire.kernels.cpu.table import LIKE, Table
 
 Factor = tuple[Tensor, Tensor, float, Tensor]
+
+
+def orthogonalize(P: Tensor) -> Tensor:
+    return orthogonalize_each([(P,)])[0]
+
+
+def orthogonalize_each(batch: Sequence[tuple[Tensor]]) -> list[Tensor]:
+    table, found = Table(), []
+    for (P,) in batch:
+        found.append(P.new_empty(P.shape))
+        table.add(P.dtype, (table.at(P), found[-1].data_ptr(), *P.shape))
+    for wide, places, _ in table:
+        orthogonal.orthogonalize_each(places, LIKE[wide])
+    return found
+
+
+def bounded(P: Tensor, Q: Tensor) -> bool:
+    return bounded_each([(P, Q)])[0]
+
+
+def bounded_each(batch: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+    table, found = Table(), {}
+    for P, Q in batch:
+        for factor in (P, Q):
+            table.add(P.dtype, (table.at(factor), factor.numel()))
+    for wide, places, _ in table:
+        norms = np.empty(len(places))
+        orthogonal.norms_each(places, LIKE[wide], norms)
+        found[wide] = iter((norms[::2] * norms[1::2] <= torch.finfo(wide).max).tolist())
+    return [next(found[P.dtype]) for P, _ in batch]
 
 
 def product(x: Tensor, error: Tensor, ratio: float, Q: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from numba import njit
-from torch import Tensor
+
+from thinwire.kernels.cpu.table import numbers
 
 Array = np.ndarray[Any, Any]
 # any order of additions, and multiply-add in one rounding: a matrix product promises neither
@@ -15,32 +15,48 @@ compiled = njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})
 inlined = njit(inline="always")
 
 
-def orthogonalize(P: Tensor) -> Tensor:
-    columns = P.mT.clone(memory_format=torch.contiguous_format)
-    _orthogonalize(columns.numpy())
-    return columns.mT.contiguous()
+@compiled
+def orthogonalize_each(places: Array, like: Array) -> None:
+    for i in range(len(places)):
+        at = places[i]
+        n, r = at[2], at[3]
+        P, out, columns = numbers(at[0], n * r, like), numbers(at[1], n * r, like), np.empty((r, n), like.dtype)
+        for j in range(n):
+            for k in range(r):
+                columns[k, j] = P[j * r + k]
+        _orthogonalize(columns)
+        for j in range(n):
+            for k in range(r):
+                out[j * r + k] = columns[k, j]
 
 
 @compiled
-def _orthogonalize(stack: Array) -> None:
+def _orthogonalize(columns: Array) -> None:
     """Gram-Schmidt twice over, by which what is left of a column is orthogonal to those before it, up to rounding."""
-    for b in range(stack.shape[0]):
-        columns = stack[b]
-        for k in range(columns.shape[0]):
-            own = columns[k]
-            most = _largest(own)
-            if most > 0:
-                _divide(own, most)
-            once = _project(columns, k)
+    for k in range(columns.shape[0]):
+        own = columns[k]
+        most = _largest(own)
+        if most > 0:
+            _divide(own, most)
+        once = _project(columns, k)
+        twice = _project(columns, k)
+        unit = 0
+        while once == 0 or twice < 0.5 * once:  # nothing is left but rounding: any other direction will do
+            for j in range(len(own)):
+                own[j] = j == unit
+            once = max(_project(columns, k), 1 / np.sqrt(len(own)))  # some axis has that much left
             twice = _project(columns, k)
-            unit = 0
-            while once == 0 or twice < 0.5 * once:  # nothing is left but rounding: any other direction will do
-                for j in range(len(own)):
-                    own[j] = j == unit
-                once = max(_project(columns, k), 1 / np.sqrt(len(own)))  # some axis has that much left
-                twice = _project(columns, k)
-                unit += 1
-            _divide(own, twice)
+            unit += 1
+        _divide(own, twice)
+
+
+@compiled
+def norms_each(places: Array, like: Array, norms: Array) -> None:
+    for i in range(len(places)):
+        a, total = numbers(places[i, 0], places[i, 1], like), 0.0
+        for j in range(len(a)):
+            total += np.float64(a[j]) * np.float64(a[j])
+        norms[i] = np.sqrt(total)
 
 
 @inlined

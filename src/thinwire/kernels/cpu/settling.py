@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from thinwire.kernels.cpu.signs import OCTETS, add_part, check, encode_block, put_part, signs_at
@@ -54,10 +55,14 @@ def serve_signs_each(
     batch: Sequence[tuple[Tensor, Tensor, int, int, Tensor, float, float]],
 ) -> list[tuple[Tensor, Tensor]]:
     table, found = Table(), []
-    for scale, bits, columns, block, error, ratio, most in batch:
-        found.append((scale.new_empty(1, scale.shape[1]), bits.new_empty(1, bits.shape[1])))
+    octets = [bits.shape[1] for _, bits, *_ in batch]
+    all_bits = torch.split_with_sizes(torch.empty(sum(octets), dtype=torch.uint8), octets)
+    for (scale, bits, columns, block, error, ratio, most), own_bits in zip(batch, all_bits, strict=True):
+        own = scale.new_empty(scale.shape[1])
+        found.append((own, own_bits))
         given = _given_at(table, scale, bits, columns, block, error)
-        table.add(error.dtype, (*given, *map(table.at, found[-1])), (1 / len(scale), ratio, most))
+        at = *given, own.data_ptr(), own_bits.data_ptr()
+        table.add(error.dtype, at, (1 / scale.shape[0], ratio, most))
     for dtype, places, factors in table:
         _serve_each(places, factors, LIKE[dtype], OCTETS)
     return found
@@ -81,9 +86,10 @@ def settle_served_signs_each(
 ) -> None:
     table = Table()
     for scale, bits, answer_scale, answer_bits, columns, block, error, ratio in batch:
-        check(answer_scale, answer_bits, columns, block, columns, error)
+        assert answer_scale.shape == scale.shape[1:]
+        assert answer_bits.shape == bits.shape[1:]
         given = _given_at(table, scale, bits, columns, block, error)
-        table.add(error.dtype, (*given, table.at(answer_scale), table.at(answer_bits)), (1 / len(scale), ratio))
+        table.add(error.dtype, (*given, table.at(answer_scale), table.at(answer_bits)), (1 / scale.shape[0], ratio))
     for dtype, places, factors in table:
         _settle_served_each(places, factors, LIKE[dtype], OCTETS)
 

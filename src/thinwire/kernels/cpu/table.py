@@ -33,18 +33,20 @@ class Table:
 
     def __init__(self) -> None:
         self._rows: dict[Any, tuple[int, list[int], list[float]]] = {}
-        """The number of rows, and these end to end, which makes an array in half the time that a list of rows takes."""
+        """How many places a row has, and the rows end to end: an array is made of that in half the time."""
         self._held: list[Tensor] = []
 
     def __iter__(self) -> Iterator[tuple[Any, Array, Array]]:
-        for kind, (count, places, factors) in self._rows.items():
+        for kind, (length, places, factors) in self._rows.items():
+            count = len(places) // length
             yield kind, np.array(places, np.intp).reshape(count, -1), np.array(factors, np.float64).reshape(count, -1)
 
     def add(self, kind: Any, places: Sequence[int], factors: Sequence[float] = ()) -> None:
-        count, all_places, all_factors = self._rows.get(kind) or (0, [], [])
-        all_places += places
-        all_factors += factors
-        self._rows[kind] = count + 1, all_places, all_factors
+        row = self._rows.get(kind)
+        if row is None:
+            row = self._rows[kind] = len(places), [], []
+        row[1].extend(places)
+        row[2].extend(factors)
 
     def at(self, x: Tensor | None) -> int:
         """Where its memory is, or a copy's that lives as long as the table, where it is strided."""
