@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ BYTES_PER_SECOND = 100e6 / 8
 SPREAD = ["dense", "acp:rank=4", "dist-ef-block", "topk:ratio=0.01"]
 DELAYED = ["acp:rank=4", "dist-ef-block"]
 EACH_BUCKET = 1000
+TURNS, RESTED, STEPS = 4, 3, 4
+"""Of a way to cut a step: the first turn does not count, nor do the first steps of the others."""
 WAYS = {"a bucket of 25 MB": EACH_BUCKET, "one": 1, "chosen": None}
 
 
@@ -149,7 +152,10 @@ def _formula(spec: str, shapes: dict[str, tuple[int, int]], workers: int) -> flo
 
 
 def delayed() -> None:
-    """A host of the lab: step times of both ways to cut a step, turn by turn."""
+    """A host of the lab: step times of each way to cut a step, in turns.
+
+    The first steps of a turn do not count: its connections have rested for all the others' turns, and start slowly.
+    """
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank, world, workload = dist.get_rank(), dist.get_world_size(), load("lm", None, 0)
@@ -162,16 +168,16 @@ def delayed() -> None:
             entries.append((spec, messages, model, optimizer, tw.attach(model, spec, optimizer, messages=messages)))
     seconds: list[list[float]] = [[] for _ in entries]
     counts = [0] * len(entries)
-    for step in range(14):
-        for i, (_, _, model, optimizer, sync) in enumerate(entries):
-            dist.barrier()
-            before, start = sync.stats()["collectives"], time.perf_counter()
-            optimizer.zero_grad()
-            workload.loss(model, step, rank, world).backward()
-            optimizer.step()
-            counts[i] = sync.stats()["collectives"] - before
-            if step >= 2:
-                seconds[i].append(time.perf_counter() - start)
+    for turn, (i, entry), step in product(range(TURNS), enumerate(entries), range(RESTED + STEPS)):
+        _, _, model, optimizer, sync = entry
+        dist.barrier()
+        before, start = sync.stats()["collectives"], time.perf_counter()
+        optimizer.zero_grad()
+        workload.loss(model, turn * (RESTED + STEPS) + step, rank, world).backward()
+        optimizer.step()
+        counts[i] = sync.stats()["collectives"] - before
+        if turn and step >= RESTED:
+            seconds[i].append(time.perf_counter() - start)
     if rank == 0:
         steps = [statistics.median(times) for times in seconds]
         found = [(entry[0], entry[1], count, step) for entry, count, step in zip(entries, counts, steps, strict=True)]

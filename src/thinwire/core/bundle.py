@@ -109,13 +109,14 @@ class Layout:
         size = (self._pieces if pieces is None else pieces) * self._starts[-1]
         if self._in_order(flat, size):
             return flat
-        return flat.new_zeros(size).index_copy_(0, self._places(tensors), flat)
+        places = _places(tuple([t.numel() for t in tensors]), self._columns, flat.device)
+        return flat.new_zeros(size).index_copy_(0, places, flat)
 
     def copy(self, vector: Tensor, outs: Sequence[Tensor]) -> None:
         """Back to where they came from."""
-        sizes = [out.numel() for out in outs]
+        sizes = tuple([out.numel() for out in outs])
         if not self._in_order(vector, sum(sizes)):
-            vector = vector[self._places(outs)]
+            vector = vector[_places(sizes, self._columns, vector.device)]
         parts = torch.split_with_sizes(vector, sizes)
         torch._foreach_copy_([out if out.dim() == 1 else out.view(-1) for out in outs], parts)
 
@@ -144,9 +145,6 @@ class Layout:
     def _in_order(self, vector: Tensor, size: int) -> bool:
         """Whether it is one piece of each, none of them short."""
         return vector.numel() == size == self._starts[-1]
-
-    def _places(self, tensors: Sequence[Tensor]) -> Tensor:
-        return _places(tuple(t.numel() for t in tensors), self._columns, tensors[0].device)
 
 
 @lru_cache(maxsize=256)

@@ -54,33 +54,33 @@ class Kernels(Protocol):
 
 
 def encode_signs(batch: Sequence[tuple[Tensor | Sum, int, int, int, float]]) -> list[tuple[Tensor, Tensor]]:
-    return _each(_cpu, "encode_signs", batch, [_on_cpu(x) for x, *_ in batch])
+    return _each(_cpu, "encode_signs", batch, [(x.x if isinstance(x, Sum) else x).is_cpu for x, *_ in batch])
 
 
 def decode_signs(batch: Sequence[tuple[Tensor, Tensor, int, int, Tensor]]) -> None:
-    _each(_cpu, "decode_signs", batch, [_on_cpu(out) for *_, out in batch])
+    _each(_cpu, "decode_signs", batch, [out.is_cpu for *_, out in batch])
 
 
 def add_signs(batch: Sequence[tuple[Tensor, Tensor, int, int, Tensor | Sum, float, Tensor, bool]]) -> None:
-    _each(_cpu, "add_signs", batch, [_on_cpu(out) for *_, out, _ in batch])
+    _each(_cpu, "add_signs", batch, [out.is_cpu for *_, out, _ in batch])
 
 
 def settle_signs(
     batch: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, int, int, Tensor, Tensor, float]],
 ) -> None:
-    _each(_cpu, "settle_signs", batch, [_on_cpu(x) for *_, x, _, _ in batch])
+    _each(_cpu, "settle_signs", batch, [x.is_cpu for *_, x, _, _ in batch])
 
 
 def serve_signs(
     batch: Sequence[tuple[Tensor, Tensor, int, int, Tensor, float, float]],
 ) -> list[tuple[Tensor, Tensor]]:
-    return _each(_cpu, "serve_signs", batch, [_on_cpu(error) for *_, error, _, _ in batch])
+    return _each(_cpu, "serve_signs", batch, [error.is_cpu for *_, error, _, _ in batch])
 
 
 def settle_served_signs(
     batch: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, int, int, Tensor, float]],
 ) -> None:
-    _each(_cpu, "settle_served_signs", batch, [_on_cpu(error) for *_, error, _ in batch])
+    _each(_cpu, "settle_served_signs", batch, [error.is_cpu for *_, error, _ in batch])
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
@@ -159,10 +159,6 @@ def _each(module: Callable[[], Any], kernel: str, batch: Sequence[Any], fast: Se
     answers = iter((getattr(module(), f"{kernel}_each")(together) if together else None) or repeat(None))
     alone = getattr(reference, kernel)
     return [next(answers) if one else alone(*args) for args, one in zip(batch, fast, strict=True)]
-
-
-def _on_cpu(x: Tensor | Sum) -> bool:
-    return (x.x if isinstance(x, Sum) else x).is_cpu
 
 
 def _narrow_on_cpu(factor: Tensor) -> bool:

@@ -36,8 +36,10 @@ def settle_signs_each(
     for scale, bits, mean_scale, mean_bits, columns, block, x, error, ratio in batch:
         rows = bits.shape[0]
         check(scale, bits, columns, block, rows * columns, error)
-        check(mean_scale, mean_bits, columns, block, rows * columns, x)
         assert x.shape == error.shape
+        assert x.is_contiguous()
+        assert (mean_scale.shape, mean_bits.shape) == (scale.shape, bits.shape)
+        assert mean_scale.dtype == x.dtype == error.dtype
         sent = *table.rows(scale), *table.rows(bits), error.data_ptr(), error.numel()
         mean = *table.rows(mean_scale), *table.rows(mean_bits), x.data_ptr(), x.numel()
         table.add(x.dtype, (rows, columns, block, *sent, rows, columns, block, *mean), (ratio,))
