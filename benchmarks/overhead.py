@@ -53,7 +53,7 @@ class Answered:
 class Alone:
     """In place of ``Transport``: all workers send what this one does."""
 
-    rank, world = 0, 4
+    rank, world, share = 0, 4, 1.0
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.device = device

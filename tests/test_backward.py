@@ -21,6 +21,7 @@ from tests.models import Bag, batch, flat, gradients, grads, mlp, train_step
 from tests.rows import ROWS
 from thinwire.runtime import backward
 from thinwire.runtime.engine import KNOWN
+from thinwire.runtime.messages import Cuts
 
 TINY = mock.patch.multiple(backward, SIZES=(200, 400), SIZE=800)
 """Bytes, so that even a small model is handed over in several groups."""
@@ -249,7 +250,7 @@ def test_attach_says_what_it_needs():
 
 
 @pytest.mark.parametrize(
-    ("count", "joined", "apart"),
+    ("count", "thick", "thin_sizes"),
     [
         (3, [3], [1, 2]),
         (4, [4], [1, 3]),
@@ -259,12 +260,12 @@ def test_attach_says_what_it_needs():
         (60, [16, 16, 16, 8, 4], [1, 4, 11, 16, 16, 8, 4]),
     ],
 )
-def test_the_last_groups_are_small_and_the_first_ones_if_each_is_a_message(count, joined, apart):
+def test_the_last_groups_are_small_and_the_first_ones_on_a_thin_wire(count, thick, thin_sizes):
     """Of tensors of a megabyte; all of them, in the reverse of their order."""
     model = nn.ParameterList([nn.Parameter(torch.empty(1 << 18)) for _ in range(count)])
-    for joins, sizes in ((True, joined), (False, apart)):
+    for thin, sizes in ((False, thick), (True, thin_sizes)):
         ledger = SimpleNamespace(names={p: i for i, p in enumerate(model)})
-        adapter = backward.Backward(model, SimpleNamespace(ledger=ledger, cuts=None, joins=joins))
+        adapter = backward.Backward(model, SimpleNamespace(ledger=ledger, cuts=Cuts([], thin=thin)))
         assert [len(group) for group in adapter._groups] == sizes
         handed_over = [adapter._trained[i] for group in adapter._groups for i in group]
         assert [ledger.names[p] for p in handed_over] == list(reversed(range(count)))
@@ -279,26 +280,35 @@ def test_groups_are_the_messages_that_the_cuts_ask_for():
     assert backward._by_cuts(mixed, []) == ([1, 1], {1})
 
 
-def _cut_anew(rank, _world):
+def _cut_anew(rank, _world, spec, wire):
     model, found = mlp(), []
-    sync = tw.attach(model, "acp:rank=2")
-    sync._engine.plan = dataclasses.replace(sync._engine.plan, latency=1e-6, wire=1e-5)
+    sync = tw.attach(model, spec)
+    sync._engine.plan = dataclasses.replace(sync._engine.plan, latency=1e-6, wire=wire)
     sync._engine.cuts = sync._engine.plan.cuts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     adapter = next(iter(next(model.parameters())._post_accumulate_grad_hooks.values())).func.__self__
-    for step in range(KNOWN + 4):
-        train_step(model, optimizer, rank, step)
-        found.append([len(group) for group in adapter._groups])
+    with mock.patch.object(backward, "EARLY", (64,)):
+        for step in range(KNOWN + 4):
+            train_step(model, optimizer, rank, step)
+            found.append([len(group) for group in adapter._groups])
     return found, flat(model)
 
 
 def test_groups_follow_the_cuts_when_these_are_known_better_on_all_ranks_alike():
     """First they are about equal; then the first one has nearly all, since backward is long beside such a wire."""
-    (groups, model), (other_groups, other_model) = workers.run(_cut_anew, 2)
+    (groups, model), (other_groups, other_model) = workers.run(_cut_anew, 2, "acp:rank=2", 1e-5)
     assert groups == other_groups
     assert groups[0] == groups[KNOWN] != groups[KNOWN + 1] == groups[-1]
     assert len(groups[0]) > 1
     assert torch.equal(model, other_model)
+
+
+def test_the_first_groups_are_small_once_it_is_known_that_backward_waits_for_the_wire():
+    thin, thick = (workers.run(_cut_anew, 2, "dense", wire)[0] for wire in (1e3, 1e-9))
+    assert thin[0][0] == thin[0][KNOWN] != thin[0][KNOWN + 1] == thin[0][-1]
+    assert len(thin[0][-1]) == len(thin[0][0]) + 1
+    assert all(groups == thin[0][0] for groups in thick[0])
+    assert torch.equal(thin[1], thick[1])  # two workers add up alike in any order
 
 
 def _let_go(rank, _world, spec):

@@ -48,6 +48,28 @@ def test_what_comes_to_one_function_is_computed_in_one_call():
         assert found[0].dtype == x.dtype
 
 
+def reduces(x):
+    return (yield AllReduce(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [[5], [3, 7, 1], [40_000, 3, 20_000]], ids=["one", "small", "large"])
+def test_sums_are_packed_as_each_number_s_share(sizes, dtype):
+    """Many small tensors, few large ones, and memory that is reduced in place: alike, to the bit."""
+    xs = [torch.randn(size).to(dtype) for size in sizes]
+    want = torch.cat(xs) * (1 / 3)
+    (apart,) = Lockstep([reduces(x) for x in xs], share=1 / 3).advance()
+    assert torch.equal(apart.buffer, want)
+    memory = torch.cat(xs)
+    lockstep = Lockstep([reduces(x) for x in memory.split(sizes)], share=1 / 3)
+    lockstep.scratch = memory
+    (in_place,) = lockstep.advance()
+    assert torch.equal(in_place.buffer, want)
+    assert in_place.buffer.data_ptr() == memory.data_ptr()
+    (whole,) = Lockstep([reduces(x) for x in xs]).advance()
+    assert torch.equal(whole.buffer, torch.cat(xs))
+
+
 def test_computing_makes_no_round_and_keeps_the_order_of_the_tensors():
     def late(x):
         return (yield AllReduce((yield Batched(orthogonalize, x))))

@@ -387,7 +387,7 @@ def _cut(rank, _world, messages):
             model.zero_grad()
             model(gradients(rank, step)).backward()
             means.append(grads(model.module))
-        out[spec] = means, sync.stats()["collectives"] - before, sync._engine.cuts
+        out[spec] = means, sync.stats()["collectives"] - before, sync._engine.cuts.parts
     return out
 
 
@@ -449,13 +449,23 @@ def test_delay_makes_one_message_and_a_slow_wire_several(spec):
     )
     one_round = spec.startswith("acp")
     assert plan(tw.method(spec), shapes, far).price == whole[0]
-    assert plan(tw.method(spec), shapes, far).cuts() == []
-    assert plan(tw.method(spec), shapes, far, messages=3).cuts(9.0) == pytest.approx([1 / 3, 2 / 3])
+    assert plan(tw.method(spec), shapes, far).cuts().parts == []
+    assert plan(tw.method(spec), shapes, far, messages=3).cuts(9.0).parts == pytest.approx([1 / 3, 2 / 3])
     several = plan(tw.method(spec), shapes, thin)
     assert several.one_round == one_round
-    number = len(several.cuts()) + 1
+    number = len(several.cuts().parts) + 1
     assert number == round(math.sqrt(sum(whole) * 1e-5 / (len(whole) * (1e-4 + CALLS)))) > 5
-    assert several.cuts() == pytest.approx([(k + 1) / number for k in range(number - 1)])
+    assert several.cuts().parts == pytest.approx([(k + 1) / number for k in range(number - 1)])
+
+
+def test_a_wire_is_thin_where_an_uncompressed_step_takes_longer_on_it_than_backward():
+    shapes = {name: (256, 256) for name in "abcdefgh"}
+    wire = SimpleNamespace(world=4, rank=0, line=lambda: (0.001, 1e-6))
+    (seconds,) = (1e-6 * size for size in price.rounds(tw.method("dense"), shapes, 4))
+    dense = plan(tw.method("dense"), shapes, wire)
+    assert [dense.cuts(backward).thin for backward in (0.0, 0.9 * seconds, 1.1 * seconds)] == [False, True, False]
+    assert not dense.cuts(0.9 * seconds).guide
+    assert not plan(tw.method("dense"), shapes, wire, messages=3).cuts(0.9 * seconds).thin
 
 
 @pytest.mark.parametrize(
@@ -464,7 +474,7 @@ def test_delay_makes_one_message_and_a_slow_wire_several(spec):
 def test_a_message_has_left_the_wire_when_the_next_one_comes(latency, wire, backward):
     """Or the wire is never idle: and what is left after backward is no more than of equal messages, which are more."""
     plan = Plan(100.0, True, None, latency, wire)
-    cuts, equal = plan.cuts(backward), plan.cuts()
+    cuts, equal = plan.cuts(backward).parts, plan.cuts().parts
     assert len(cuts) < len(equal) if backward > wire else cuts == equal
     ends = []
     for own in (cuts, equal):

@@ -20,9 +20,14 @@ from tests.rows import ROWS
 from thinwire.core.lockstep import Collective
 from thinwire.runtime.transport import Transport
 
-LONG_WIRE = mock.patch.object(Transport, "_line", lambda self, op: (1.0 if op == "all_reduce" else 0.1, 0.0))
-"""Where a ring takes ten times as long as a hop."""
-SHORT_WIRE = mock.patch.object(Transport, "_line", lambda self, op: (1.0 if op == "all_reduce" else 0.45, 0.0))
+
+def _wire(hop):
+    """Where a ring takes a second."""
+    seconds = {"all_reduce": 1.0, "all_to_all": hop}
+    return mock.patch.object(Transport, "line", lambda self, op="all_reduce": (seconds[op], 0.0))
+
+
+LONG_WIRE, SHORT_WIRE = _wire(0.1), _wire(0.45)
 
 
 def _reduced(rank, world, size, dtype):
@@ -39,14 +44,14 @@ def _reduced(rank, world, size, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize(("world", "size"), [(3, 1), (3, 1000), (4, 1000), (5, 7)])
-def test_two_hops_give_every_worker_the_mean(world, size, dtype):
+def test_two_hops_give_every_worker_the_sum(world, size, dtype):
     results = workers.run(_reduced, world, size, dtype)
     for i in range(5):
-        want = sum(found[i][0].double() for found, _ in results) / world
+        want = sum(found[i][0].double() for found, _ in results)
         for found, _ in results:
             assert torch.equal(found[i][1], results[0][0][i][1])
             assert found[i][1].dtype == dtype
-            assert torch.allclose(found[i][1].double(), want, atol=4 * torch.finfo(dtype).eps)
+            assert torch.allclose(found[i][1].double(), want, atol=4 * world * torch.finfo(dtype).eps)
     for _, gathered in results:
         assert gathered.tolist() == [[rank] * size for rank in range(world)]
 
@@ -58,7 +63,7 @@ def _chosen(_rank, world):
             transport = Transport(dist.group.WORLD, torch.device("cpu"))
             transport.measure(100)
             works = [transport.start(Collective("all_reduce", torch.ones(size))) for size in (4, 4000)]
-            assert all(work.result().eq(1).all() for work in works)
+            assert all(work.result().eq(world).all() for work in works)
             found.append((transport.straight, [type(work.work).__name__ == "Sum" for work in works]))
             transport.close()
     return found, [thread.name for thread in threading.enumerate() if thread.name == "thinwire hops"]

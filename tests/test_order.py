@@ -18,7 +18,7 @@ from thinwire.runtime.transport import Pending
 class Network:
     """Collectives that end when the test says so."""
 
-    rank, world, device = 0, 2, torch.device("cpu")
+    rank, world, share, device = 0, 2, 1.0, torch.device("cpu")
     closed = False
 
     def __init__(self):

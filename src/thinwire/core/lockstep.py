@@ -19,6 +19,8 @@ from thinwire.core.requests import AllGather, AllReduce, AllToAll, Batched, Exch
 
 R = TypeVar("R")
 
+LARGE = 1 << 13
+"""Numbers of a tensor above which a pass over them costs more than a call."""
 OPS: dict[type, str] = {AllReduce: "all_reduce", AllGather: "all_gather", AllToAll: "all_to_all", Swap: "swap"}
 
 
@@ -54,7 +56,9 @@ class Collective:
 class Lockstep(Generic[R]):
     """Advances generators together, a round at a time, until each has returned."""
 
-    def __init__(self, exchanges: Iterable[Exchange[R]] = ()) -> None:
+    def __init__(self, exchanges: Iterable[Exchange[R]] = (), share: float = 1.0) -> None:
+        """``share``: what all-reduces are multiplied by as they are packed, for a network that only adds up."""
+        self._share = share
         self.scratch: Tensor | None = None
         """Memory that an all-reduce may overwrite: what holds the gradients."""
         self._exchanges: list[Exchange[R]] = []
@@ -118,7 +122,7 @@ class Lockstep(Generic[R]):
         # dtypes and ops in a fixed order: every rank issues a round's collectives alike
         ordered = sorted(groups.items(), key=lambda item: (item[0][0], str(item[0][1])))
         self._fused = [Fused(op, members, [self._waiting[w][1][r] for w, r in members]) for (op, _), members in ordered]
-        return [fused.collective(self.scratch) for fused in self._fused]
+        return [fused.collective(self._share, self.scratch) for fused in self._fused]
 
     def _scatter(self, answers: Sequence[Tensor]) -> dict[int, Any]:
         replies: dict[int, list[Any]] = {i: [None] * len(requests) for i, requests in self._waiting}
@@ -150,11 +154,11 @@ class Fused:
         self._requests = requests
         self._parts = [] if op in ("all_reduce", "swap") else _by_dtype(requests)
 
-    def collective(self, scratch: Tensor | None) -> Collective:
+    def collective(self, share: float, scratch: Tensor | None) -> Collective:
         if self._op == "swap":
             return _swap(self._requests)
         if self._op == "all_reduce":
-            return Collective(self._op, _flat([r.tensor for r in self._requests], scratch))
+            return Collective(self._op, _flat([r.tensor for r in self._requests], share, scratch))
         rows = [] if self._op == "all_gather" else [len(self._requests[0].payload[0])]
         regions = []
         for parts in self._parts:
@@ -234,14 +238,22 @@ def _by_dtype(requests: Sequence[Any]) -> list[list[tuple[int, int, Tensor]]]:
     return [found[dtype] for dtype in sorted(found, key=str)]
 
 
-def _flat(tensors: Sequence[Tensor], scratch: Tensor | None) -> Tensor:
-    """The tensors end to end; no copy is made where they are the scratch memory itself."""
+def _flat(tensors: Sequence[Tensor], share: float, scratch: Tensor | None) -> Tensor:
+    """The tensors end to end, times ``share``; no copy is made where they are the scratch memory itself."""
     if scratch is not None and scratch.is_contiguous() and sum(t.numel() for t in tensors) == scratch.numel():
         start, size = scratch.data_ptr(), scratch.element_size()
         offsets = accumulate((t.numel() * size for t in tensors), initial=start)
         if all(t.data_ptr() == here and t.is_contiguous() for t, here in zip(tensors, offsets, strict=False)):
-            return scratch.view(-1)
-    return torch.cat([t.reshape(-1) for t in tensors])
+            return scratch.view(-1) if share == 1 else scratch.view(-1).mul_(share)
+    flat, sizes = [t.reshape(-1) for t in tensors], [t.numel() for t in tensors]
+    if share == 1:
+        return torch.cat(flat)
+    if sum(sizes) < LARGE * len(sizes):
+        return torch.cat(flat).mul_(share)
+    buffer = flat[0].new_empty(sum(sizes))
+    for t, part in zip(flat, torch.split_with_sizes(buffer, sizes), strict=True):
+        torch.mul(t, share, out=part)
+    return buffer
 
 
 def requested_bytes(requests: Iterable[Request], world: int) -> int:

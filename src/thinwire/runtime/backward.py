@@ -21,7 +21,7 @@ SIZES = (4 << 20, 8 << 20)
 SIZE = 16 << 20
 """Of all before them: each group costs calls, whatever its size."""
 EARLY = (1 << 20, 4 << 20)
-"""Of the first two where each is a message: until the first has come, the wire has nothing to do."""
+"""Of the first two where a step waits for the wire: until the first has come, that has nothing to do."""
 
 
 class Backward:
@@ -44,10 +44,10 @@ class Backward:
     def _cut(self) -> None:
         """A group for each message, where it is known how long these had best be."""
         self._cuts = self._sync.cuts
-        if self._cuts is None:
-            sizes, self._closing = _by_size(self._trained, () if self._sync.joins else EARLY), None
+        if not self._cuts.guide:
+            sizes, self._closing = _by_size(self._trained, EARLY if self._cuts.thin else ()), None
         else:
-            sizes, self._closing = _by_cuts(self._trained, self._cuts)
+            sizes, self._closing = _by_cuts(self._trained, self._cuts.parts)
         self._groups = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
         self._group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
 

@@ -70,9 +70,9 @@ class Job:
 class Message:
     """Buckets that travel together."""
 
+    lockstep: Lockstep[tuple[Value, Any]]
     jobs: list[tuple[Job, int]] = field(default_factory=list)
     """With the number of exchanges of each."""
-    lockstep: Lockstep[tuple[Value, Any]] = field(default_factory=Lockstep)
     full: bool = False
     collectives: list[Collective] = field(default_factory=list)
     pending: list[Pending] = field(default_factory=list)
@@ -110,7 +110,7 @@ class Engine:
         self._events: queue.SimpleQueue[Job | _Answered | None] = queue.SimpleQueue()
         self._arrived: deque[Job] = deque()
         self._sending: deque[Message] = deque()
-        self._next = Message()
+        self._next = self._message()
         self._asked = 0
         self._asked_by_step = deque([plan.price] * TURNS, maxlen=TURNS)
         self._passed = 0
@@ -176,7 +176,7 @@ class Engine:
         try:
             action()
             while self._next.full and self._may_issue():
-                message, self._next = self._next, Message()
+                message, self._next = self._next, self._message()
                 self._sending.append(message)
                 self._at = message.label
                 # packed no sooner: until now its gradients have lain where they are
@@ -186,6 +186,9 @@ class Engine:
                 self._go_on()
         except Exception as error:
             self._fail(error)
+
+    def _message(self) -> Message:
+        return Message(Lockstep(share=self.transport.share))
 
     def _may_issue(self) -> bool:
         return len(self._sending) < TOGETHER and all(message.one_round for message in self._sending)
@@ -209,7 +212,7 @@ class Engine:
         self._asked += asked
         # a cut is passed by the bucket that ends nearer to it than the next one would, were that as large
         part = (self._asked + asked / 2) / max(1, self._asked_by_step[0])
-        before, self._passed = self._passed, bisect_right(self.cuts, part)
+        before, self._passed = self._passed, bisect_right(self.cuts.parts, part)
         # more than a method's turns may differ by: a dense warm-up
         ends = self._passed > before if job.closes is None else job.closes
         message.full = job.last or ends or self._asked >= TURNS * self.plan.price
@@ -289,7 +292,7 @@ class Engine:
         for message in messages:
             message.pending.clear()
         self._sending.clear()
-        self._next = Message()
+        self._next = self._message()
         self._arrived.clear()
         traceback.clear_frames(error.__traceback__)
         reason = self.transport.report_failure(f"{where}: {type(error).__name__}: {error}")

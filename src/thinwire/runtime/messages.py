@@ -33,6 +33,18 @@ MOST_UNEQUAL = 16.0
 """Of two messages' sizes: beyond it a second one is hardly any bytes."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Cuts:
+    """Where messages end."""
+
+    parts: list[float]
+    """Of a step's bytes, after which each message but the last ends."""
+    guide: bool = False
+    """Whether gradients had best be handed over in just these parts; else buckets are joined as they come."""
+    thin: bool = False
+    """Whether each bucket is a message, and the wire takes longer than backward."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How a step's exchange is cut."""
@@ -48,14 +60,14 @@ class Plan:
     wire: float = 0.0
     """Seconds that a step's bytes take."""
 
-    def cuts(self, backward: float = 0.0) -> list[float]:
-        """The part of a step's bytes after which each message but the last ends, if they arrive over such a time."""
+    def cuts(self, backward: float = 0.0) -> Cuts:
+        """If gradients arrive over such a time; 0 where it is not known."""
         if not self.price:
-            return []
+            return Cuts([], thin=0 < backward < self.wire)
         hidden = backward / max(MARGIN * self.wire, 1e-9)
         ratio = 1.0 if self.messages else min(max(1.0, hidden), MOST_UNEQUAL)
         shares = _shares(self.messages or best(self.latency, self.wire, ratio), ratio)
-        return list(accumulate(shares[:-1]))
+        return Cuts(list(accumulate(shares[:-1])), guide=self.messages is None)
 
 
 def plan(
@@ -75,10 +87,11 @@ def plan(
         log.info("a message for each bucket: %r cannot be priced (%s)", method, error)
         return Plan()
     one_round = len(rounds) == 1
-    if sum(rounds) >= sum(price.rounds(Dense(), shapes, world)):
-        return Plan(0.0, one_round)
+    saves = sum(rounds) < sum(price.rounds(Dense(), shapes, world))
     if messages is not None:
-        return Plan(rounds[0], one_round, messages)
+        return Plan(rounds[0] if saves else 0.0, one_round, messages)
+    if not saves:
+        return Plan(0.0, one_round, None, wire=sum(rounds) * transport.line()[1])
     latency, seconds_per_byte = transport.measure(sum(rounds))
     if transport.rank == 0:
         way = "straight" if transport.straight else "in a ring"

@@ -25,7 +25,7 @@ from thinwire.registry import Recipe, resolve
 from thinwire.runtime.buckets import Bucket, Part, packed
 from thinwire.runtime.engine import Engine, Job, Results
 from thinwire.runtime.ledger import WHOLE, Ledger
-from thinwire.runtime.messages import Plan, plan
+from thinwire.runtime.messages import Cuts, Plan, plan
 from thinwire.runtime.state import Snapshot, complete
 from thinwire.runtime.telemetry import Telemetry
 from thinwire.runtime.transport import Transport
@@ -87,15 +87,10 @@ class Synchronizer:
         return self._engine is not None
 
     @property
-    def cuts(self) -> list[float] | None:
-        """The parts of a gradient after which messages had best end; None where buckets are joined as they come."""
+    def cuts(self) -> Cuts:
+        """Where a gradient had best be cut, as far as that is known by now."""
         assert self._engine is not None
-        return self._engine.cuts if self._plan.price and self._plan.messages is None else None
-
-    @property
-    def joins(self) -> bool:
-        """Whether buckets may be joined: where they are not, each is a message."""
-        return self._plan.price > 0
+        return self._engine.cuts
 
     def begin(self) -> None:
         """The first gradient of a step is there."""

@@ -88,12 +88,14 @@ class Transport:
         self._hops: Hops | None = None
         self.rank = dist.get_rank(self._group)
         self.world = dist.get_world_size(self._group)
+        self.share = 1.0 / self.world
+        """What a worker's numbers are multiplied by before they are added up: a sum could overflow in 16 bits."""
         self._store = self._group.get_group_store()
 
     def start(self, collective: Collective) -> Pending:
+        """An all-reduce adds up."""
         buffer, straight = collective.buffer, collective.bytes_sent(self.world) <= self.straight
         if collective.op == "all_reduce":
-            buffer.mul_(1.0 / self.world)  # before the sum, which could overflow in 16 bits
             if straight and self._hops is not None:
                 return Pending(*self._hops.all_reduce(buffer))
             return Pending(dist.all_reduce(buffer, group=self._group, async_op=True), buffer)
@@ -123,15 +125,15 @@ class Transport:
         return Pending(works[0] if works and self.device.type == "cuda" else _Together(works), answer)
 
     def measure(self, size: float) -> tuple[float, float]:
-        """The seconds of an all-reduce's latency, and of each byte that a worker sends in it; alike on all ranks.
+        """The same of an all-reduce as it is done from now on.
 
         Where gloo's ring is not the fastest for a step of ``size`` bytes, its messages go ``straight`` from now on.
         """
-        latency, per_byte = self._line("all_reduce")
+        latency, per_byte = self.line()
         # NCCL chooses for itself, two have no ring, and where it is quick noise would choose
         if self.device.type == "cuda" or self.world <= 2 or latency < LONG:
             return latency, per_byte
-        hop, hop_per_byte = self._line("all_to_all")
+        hop, hop_per_byte = self.line("all_to_all")
         if 2 * hop + size * hop_per_byte >= CLEARLY * (latency + size * per_byte):
             return latency, per_byte
         self._second_group = dist.new_group(**self._options)
@@ -139,8 +141,10 @@ class Transport:
         self.straight = 2 * size  # steps may differ, but a dense warm-up would gain nothing and need more memory
         return 2 * hop, hop_per_byte
 
-    def _line(self, op: str) -> tuple[float, float]:
-        """Through two sizes: one that is not small already has all the turns that a collective may take.
+    def line(self, op: str = "all_reduce") -> tuple[float, float]:
+        """The seconds of a collective's latency, and of each byte that a worker sends in it; alike on all ranks.
+
+        Through two sizes: one that is not small already has all the turns that a collective may take.
 
         Of several tries the quickest, since what else runs on the machines can only add; of all ranks the slowest.
         """
